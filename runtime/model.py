@@ -13,26 +13,21 @@ from fcdp_compile.devices import Device
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.plan import Bucket, Placement, Plan
+from fcdp_compile.plan import Plan
 from fcdp_compile.plan.whole_step import of_one_step, whole_step
-from fcdp_compile.runtime.cache.codecs import Codecs
-from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
+from fcdp_compile.runtime.buckets.transport import Transport
+from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.cache.host_budget import HostMemory
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
-from fcdp_compile.runtime.cache.pinned import PinnedPool
-from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
-from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.drains import Drains
 from fcdp_compile.runtime.exposure import Exposure
-from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.optimizers.hooks import OptimizerHooks, WholeParameter
 from fcdp_compile.runtime.outside import OutsideReads
-from fcdp_compile.runtime.parameters.buckets import GraphBuckets
+from fcdp_compile.runtime.parameters.generations import Generations
 from fcdp_compile.runtime.parameters.record import ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
-from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
-from fcdp_compile.runtime.parameters.validity import Validity
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.runtime.shared_batches import SharedBatches
 from fcdp_compile.torch_compat import backward_number
@@ -60,28 +55,24 @@ class ShardedModel:
         self.records = Records(records)
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
         self.accumulates = any(strategy.accumulates_on for strategy in self.strategies)
-        self.counters = Counters()
-        self.lanes = Lanes.shared(topology, device, is_blocking=are_blocking(topology, device))
-        self.collectives = Collectives(topology, self.counters, self.lanes)
+        self.transport = Transport(topology, device)
+        self.counters = self.transport.counters
+        self.lanes = self.transport.lanes
+        self.collectives = self.transport.collectives
+        self.pool = self.transport.pool
+        self.home_transfers = self.transport.home_transfers
         names = {key: self.records[key].spec.name for key in unset}
         self.unset = Unset(names, unset_buffers, self.collectives)
-        self.pool = PinnedPool(device)
         self.host_memory = HostMemory(topology)
         weakref.finalize(self, self.host_memory.end)
-        self.home_transfers = HomeTransfers(self.counters, self.lanes, topology.node)
-        self.codecs = Codecs()
-        self.placements: dict[int, Placement] = {}  # of the plan that runs, or ran last
-        self.cache = NodeShardCache(
-            self.counters, self.pool, self.lanes, self.placements, self.codecs
+        generations = Generations(self.records)
+        self.buckets = ModelBuckets(self.records, generations, self.transport)
+        self.validity = Validity(self.records, self.unset, generations, self.collectives)
+        self.accumulation = Accumulation(self.records.by_name, self.transport)
+        self.outside = OutsideReads(
+            self.records, self.buckets, self.validity, self.host_memory, self.accumulation
         )
-        self.validity = Validity(topology, self.records, self.unset, self.cache, self.collectives)
-        self.upkeep = CacheUpkeep(
-            topology, self.records, self.validity, self.cache, self.collectives, self.codecs
-        )
-        self.buckets = GraphBuckets(self.records)
-        self.accumulation = self._accumulation()
-        self.outside = self._outside_reads()
-        self.seams = self._seams()
+        self.seams = Seams(self.validity, self.counters, self.lanes)
         self.batches = SharedBatches(topology, self.collectives)
         # Keys of parameters that an optimizer has stepped although their backward may still run.
         self.stepped: set[str] = set()
@@ -89,9 +80,7 @@ class ShardedModel:
         self.exposure = Exposure(device)
         self.whole: dict[str, WholeParameter] = {}
         self.optimizer_hooks = OptimizerHooks(
-            topology,
-            self.collectives,
-            self.counters,
+            self.transport,
             self.records,
             self.unset,
             self.whole,
@@ -100,45 +89,9 @@ class ShardedModel:
             accumulates_elsewhere=accumulates_elsewhere and not self.accumulates,
         )
         self.gpu_bytes: int | None = None  # of the smallest GPU of all ranks
-        self.plans: dict[int, Plan] = {}  # by the number of the graph, for people
+        self.plans: dict[int, Plan] = {}  # by the number of the graph
+        self.bound: dict[int, dict[int, BoundBucket]] = {}  # the buckets of each plan, by number
         self._has_warned_of_given = False
-
-    def _accumulation(self) -> Accumulation:
-        return Accumulation(
-            self.records.by_name,
-            self.counters,
-            self.pool,
-            self.lanes,
-            self.collectives,
-            self.codecs,
-            self.placements,
-        )
-
-    def _seams(self) -> Seams:
-        return Seams(
-            self.records,
-            self.validity,
-            self.cache,
-            self.collectives,
-            self.codecs,
-            self.counters,
-            self.lanes,
-        )
-
-    def _outside_reads(self) -> OutsideReads:
-        return OutsideReads(
-            self.topology,
-            self.records,
-            self.validity,
-            self.cache,
-            self.upkeep,
-            self.collectives,
-            self.host_memory,
-            self.counters,
-            self.placements,
-            self.buckets,
-            self.accumulation,
-        )
 
     # --- what the traced ops need (registry.Owner) -------------------------------------------------------
 
@@ -194,8 +147,8 @@ class ShardedModel:
     def add_plan(self, plan: Plan) -> None:
         """Note the plan of a compiled graph, and its buckets."""
         self.plans[plan.graph] = plan
+        self.bound[plan.graph] = self.buckets.bind(plan)
         self.outside.note_graphs()
-        self.buckets.add(plan)
 
     @property
     def predicted_peak_bytes(self) -> int | None:
@@ -205,10 +158,10 @@ class ShardedModel:
             plans.append(whole_step(parts))
         return max((plan.peak_bytes or 0 for plan in plans), default=None)
 
-    def release_rivals(self, bucket: Bucket) -> None:
+    def release_rivals(self, bucket: BoundBucket) -> None:
         """Release copies of buckets that this bucket replaces because parameters were frozen or unfrozen."""
         for other in self.buckets.rivals(bucket):
-            self.upkeep.give_up(other)
+            other.give_up()
 
     def warn_of_given(self, names: Sequence[str]) -> None:
         """Warn once that a compiled function runs on other values than the model's own."""

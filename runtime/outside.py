@@ -13,38 +13,27 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from fcdp_compile.buckets import exact_bucket, fitted
 from fcdp_compile.params.home_shard import bring_back_inputs
-from fcdp_compile.params.mesh import Topology
-from fcdp_compile.params.packing import unpack_full
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.plan import Bucket, Kind, Placement, Tier
+from fcdp_compile.plan import Tier
 from fcdp_compile.plan.reduction import INTER_KINDS
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
+from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.cache.host_budget import HostMemory
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
-from fcdp_compile.runtime.collectives.agreement import About
-from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.agreement import About, same_act
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.eager import Eager, gathers
-from fcdp_compile.runtime.lanes.lanes import range_name
+from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
-from fcdp_compile.runtime.parameters.buckets import GraphBuckets
 from fcdp_compile.runtime.parameters.record import Records
-from fcdp_compile.runtime.parameters.upkeep import CacheUpkeep
-from fcdp_compile.runtime.parameters.validity import Validity
-from fcdp_compile.strategy import Cache, GradientOn, Strategy
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.torch_compat import backward_number
 
 log = logging.getLogger(__name__)
-
-_TIERS = {Cache.GPU: Tier.GPU, Cache.GPU_FULL: Tier.GPU_FULL}
-"""Where copies of strategies that keep them on the GPU wait; all others wait on the host."""
 
 _BETWEEN_NODES = frozenset(kind.value for kind in INTER_KINDS)
 
@@ -52,41 +41,36 @@ _BETWEEN_NODES = frozenset(kind.value for kind in INTER_KINDS)
 class OutsideReads:
     """The reads of one model's parameters outside of graphs.
 
-    buckets: those of graphs.  placements: where each bucket waits.
+    [Note: what is compared] Without a plan, two ranks may gather different parameters of one size, and would
+    both get a mixture of the two.  So before each collective, ranks compare which parameter it is for.
+
+    Raises, where it communicates: PlanMismatchError on every rank if ranks are about to do different things.
     """
 
     def __init__(
         self,
-        topology: Topology,
         records: Records,
+        buckets: ModelBuckets,
         validity: Validity,
-        cache: NodeShardCache,
-        upkeep: CacheUpkeep,
-        collectives: Collectives,
         host_memory: HostMemory,
-        counters: Counters,
-        placements: dict[int, Placement],
-        buckets: GraphBuckets,
         accumulation: Accumulation,
     ) -> None:
-        self._ranks = topology.ranks
+        transport = buckets.transport
         self._records = records
-        self._validity = validity
-        self._cache = cache
-        self._upkeep = upkeep
-        self._collectives = collectives
-        self._host_memory = host_memory
-        self._placements = placements
         self._buckets = buckets
-        self._eager = Eager(topology, collectives)
+        self._validity = validity
+        self._host_memory = host_memory
         self._accumulation = accumulation
-        self._waiting: dict[str, Bucket] = {}  # of gradients
-        self._own: dict[str, Bucket] = {}
+        self._topology = transport.topology
+        self._collectives = transport.collectives
+        self._transfers = transport.home_transfers
+        self._waiting: dict[str, BoundBucket] = {}  # of gradients
+        self._own: dict[str, BoundBucket] = {}
         # Parameters that have had own buckets, and those of them of which a module has gone.
         self._watched: set[str] = set()
         self._gone: list[str] = []
-        self._numbers = {key: -1 - 2 * i for i, key in enumerate(records)}
-        self._cost = _Cost(counters, is_first=topology.node == topology.place == 0)
+        is_first = self._topology.node == self._topology.place == 0
+        self._cost = _Cost(transport.counters, is_first=is_first)
 
     def use(self, key: str, shard: Tensor) -> Tensor:
         """The whole parameter `key` in the gather dtype for a forward; every rank must call it.
@@ -101,17 +85,17 @@ class OutsideReads:
             bucket = self._bucket_for(key)
             if bucket is None:
                 bring_back_inputs([shard])
-                return self._eager.gather(spec, shard, spec.gather_dtype)
+                return self.gather(key, shard, spec.gather_dtype)
             may_keep = self._records[key].is_home(shard) and self._has_room(key, bucket)
-            about = _about(spec, f"{gathers(spec)} for a forward", bucket)
+            about = _about(f"{_gathers(spec)} for a forward", spec, bucket)
             verdict = self._validity.check([bucket], about, is_given=not may_keep)
             if verdict.is_given:
                 bring_back_inputs([shard])
-                return self._eager.gather(spec, shard, spec.gather_dtype)
+                return self.gather(key, shard, spec.gather_dtype)
             self._keep(key, bucket)
             if verdict.stale[bucket.id]:
-                self._upkeep.refresh(bucket)
-            return self._loaded([key], bucket)[0]
+                bucket.refresh()
+            return bucket.params_of_copy([key])[0]
 
     def read(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """The whole parameter `key`, exactly, in new memory (`read_all`)."""
@@ -128,22 +112,22 @@ class OutsideReads:
 
         Raises: as `use`.
         """
-        copied: dict[int, tuple[Bucket, list[str]]] = {}
+        copied: dict[BoundBucket, list[str]] = {}
         for key, _, dtype in wanted:
             bucket = self._copied(key) if self._records[key].spec.gather_dtype is dtype else None
             if bucket is not None:
-                copied.setdefault(bucket.id, (bucket, []))[1].append(key)
+                copied.setdefault(bucket, []).append(key)
         found: dict[str, Tensor] = {}
-        for bucket, keys in copied.values():
+        for bucket, keys in copied.items():
             spec = self._records[keys[0]].spec
             more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-            about = _about(spec, f"reads a copy of parameter {spec.name!r}{more}", bucket)
+            about = _about(f"reads a copy of parameter {spec.name!r}{more}", spec, bucket)
             is_stale = self._validity.check([bucket], about).stale[bucket.id]
-            if is_stale and len(keys) == len(bucket.params):
-                self._upkeep.refresh(bucket)
+            if is_stale and len(keys) == len(bucket.keys):
+                bucket.refresh()
                 is_stale = False
             if not is_stale:
-                found |= zip(keys, self._loaded(keys, bucket), strict=True)
+                found |= zip(keys, bucket.params_of_copy(keys), strict=True)
         return [
             found[key] if key in found else self.gather(key, shard, dtype)
             for key, shard, dtype in wanted
@@ -151,7 +135,16 @@ class OutsideReads:
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather a parameter by itself in a dtype from this rank's `shard`, into new memory."""
-        return self._eager.gather(self._records[key].spec, shard, dtype)
+        spec = self._records[key].spec
+        bucket = self._buckets.alone(key, dtype, is_frozen=False)
+        shard = self._transfers.shard_to_device(spec, shard)
+        if bucket.bucket.ranks > 1:
+            same_act(self._collectives, _gathers(spec))
+        (whole,) = bucket.gathered(bucket.packed([shard]))
+        # An op must not return its input; `whole` is the input if nothing was gathered or cast.
+        return whole.clone() if whole.data_ptr() == shard.data_ptr() else whole
+
+    # --- gradients ----------------------------------------------------------------------------------------
 
     def reduce(self, key: str, grad: Tensor) -> Tensor:
         """Average a full gradient over all ranks and return this rank's shard of it.
@@ -162,35 +155,31 @@ class OutsideReads:
         with self._cost.counted(spec.name):
             if not self._accumulation.is_on and self._accumulation.concerns():
                 self._accumulation.begin_graph(backward_number(), accumulates=False)
-            bucket = self._waiting.get(key)
-            if bucket is None or not self._accumulation.waits_for([bucket.id]):
-                return self._eager.reduce(spec, grad)
-            collect = partial(
-                self._accumulation.collect, bucket, (spec.name,), dtype=spec.reduce_dtype
-            )
-            return self._eager.reduce(spec, grad, collect)
-
-    # --- gradients that wait ------------------------------------------------------------------------------
+            if self._topology.ranks > 1:
+                same_act(self._collectives, f"reduces the gradient of parameter {spec.name!r}")
+            bucket = self._buckets.alone(key, spec.gather_dtype, is_frozen=False)
+            before, after = bucket.reductions
+            grads = bucket.reduced(before, Pending(bucket.packed_grad(grad)))
+            if self._accumulation.waits_for([bucket]):
+                params = (spec.name,)
+                grads = self._accumulation.collect(bucket, params, grads, spec.reduce_dtype)
+            (part,) = bucket.grad_shards(bucket.reduced(after, grads).wait())
+            part = self._transfers.grad_to_home(spec, part)
+            return part.clone() if part.data_ptr() == grad.data_ptr() else part
 
     def may_accumulate(self, key: str) -> bool:
         """Whether a gradient from outside of graphs can wait, the same on all ranks: there is room for it."""
         spec = self._records[key].spec
-        if self._ranks == 1 or spec.strategy.accumulates_on is None:
+        if self._topology.ranks == 1 or spec.strategy.accumulates_on is None:
             return False
         if key not in self._waiting:
-            number = self._numbers[key] - 2 * len(self._numbers)
-            why = "reduced outside of graphs"
-            bucket = exact_bucket(number, [spec], is_frozen=False, why=why)
-            on_host = spec.strategy.uses_host and spec.strategy.accumulates_on is not GradientOn.GPU
-            size_bytes = bucket.waiting_gradient_bytes if on_host else 0
+            bucket = self._buckets.alone(key, spec.gather_dtype, is_frozen=False)
+            on_host = bucket.placement.gradient_tier is Tier.HOST
+            size_bytes = bucket.bucket.waiting_gradient_bytes if on_host else 0
             memory = self._host_memory
             if size_bytes > memory.budget.bytes - memory.planned_bytes:
                 return False
             memory.unplanned_bytes += size_bytes
-            tier = Tier.HOST if on_host else Tier.GPU
-            self._placements[number] = Placement(
-                bucket=number, tier=Tier.NONE, gradient_tier=tier, why=why
-            )
             self._waiting[key] = bucket
         return True
 
@@ -203,7 +192,8 @@ class OutsideReads:
         params = (spec.name,)
         with self._cost.counted(spec.name):
             self._accumulation.begin_graph(backward_number(), accumulates=True)
-            part = self._eager.reduce_to_wait(spec, grad)
+            same_act(self._collectives, f"accumulates the gradient of parameter {spec.name!r}")
+            part = bucket.reduced(bucket.reductions[0], Pending(bucket.packed_grad(grad)))
             wide = torch.promote_types(spec.reduce_dtype, torch.float32)
             total = self._accumulation.collect(bucket, params, part, wide)
             self._accumulation.accumulate(bucket, params, total).wait()
@@ -216,6 +206,8 @@ class OutsideReads:
         """Note that graphs were compiled: reads outside of them are a loss now, and are warned of."""
         self._cost.has_graphs = True
 
+    # --- buckets ------------------------------------------------------------------------------------------
+
     def give_way(self, keys: Iterable[str]) -> None:
         """Release these parameters' own copies, because a graph's bucket takes their place.
 
@@ -223,73 +215,53 @@ class OutsideReads:
         """
         for key in keys:
             if (own := self._own.pop(key, None)) is not None:
-                self._cache.drop(own.id)
-                self._host_memory.unplanned_bytes -= self._on_host(own)
-                del self._placements[own.id]
+                own.cache.drop()
+                self._host_memory.unplanned_bytes -= _on_host(own)
 
-    # --- buckets ------------------------------------------------------------------------------------------
-
-    def _bucket_for(self, key: str) -> Bucket | None:
+    def _bucket_for(self, key: str) -> BoundBucket | None:
         """The bucket that serves a parameter, the same on all ranks; None if no copy is to be kept."""
         spec = self._records[key].spec
         parameter = self._records[key].living()
         is_frozen = parameter is not None and not parameter.requires_grad
-        if not _keeps(spec, fitted(spec, is_frozen=is_frozen)):
+        alone = self._buckets.alone(key, spec.gather_dtype, is_frozen=is_frozen)
+        if not _keeps_copies(alone):
             return None
         found = self._copied(key)
-        if found is not None and found.frozen == is_frozen:
-            return found
-        return exact_bucket(
-            self._numbers[key] - is_frozen,
-            [spec],
-            is_frozen=is_frozen,
-            why="used outside of graphs",
-        )
+        return found if found is not None and found.bucket.frozen == is_frozen else alone
 
-    def _copied(self, key: str) -> Bucket | None:
-        """A bucket with exact values of a parameter of which there is a copy, perhaps an outdated one."""
+    def _copied(self, key: str) -> BoundBucket | None:
+        """A bucket with exact values of a parameter whose copy exists, maybe stale."""
         own = [self._own[key]] if key in self._own else []
         for bucket in (*self._buckets.of(key), *own):
-            is_there = self._cache.generation(bucket.id) is not None
-            keeps = _keeps(self._records[key].spec, bucket.strategy)
-            if is_there and keeps and bucket.wire is Format.FULL:
+            is_exact = bucket.bucket.wire is Format.FULL
+            if is_exact and bucket.cache.generation is not None and _keeps_copies(bucket):
                 return bucket
         return None
 
-    def _has_room(self, key: str, bucket: Bucket) -> bool:
-        """Whether this rank can keep a copy of the bucket; makes its own bucket's placement known."""
+    def _has_room(self, key: str, bucket: BoundBucket) -> bool:
+        """Whether this rank can keep a copy of the bucket."""
         own = self._own.get(key)
-        if bucket.id >= 0 or own == bucket:
+        if bucket.is_planned or own is bucket:
             return True
-        # The check reads the placement of a bucket without room, too.
-        tier = _TIERS.get(bucket.strategy.cache, Tier.HOST)
-        self._placements[bucket.id] = Placement(
-            bucket=bucket.id, tier=tier, gradient_tier=Tier.NONE, why="used outside of graphs"
-        )
         memory = self._host_memory
-        given_back = 0 if own is None else self._on_host(own)
-        free_bytes = memory.budget.bytes - memory.planned_bytes + given_back
-        return tier is not Tier.HOST or bucket.host_bytes <= free_bytes
+        given_back = 0 if own is None else _on_host(own)
+        return _on_host(bucket) <= memory.budget.bytes - memory.planned_bytes + given_back
 
-    def _on_host(self, own: Bucket) -> int:
-        """The bytes of host memory that a parameter's own bucket takes."""
-        return own.host_bytes if self._placements[own.id].tier is Tier.HOST else 0
-
-    def _keep(self, key: str, bucket: Bucket) -> None:
+    def _keep(self, key: str, bucket: BoundBucket) -> None:
         """Let this bucket serve the parameter, instead of an earlier bucket of the parameter's own.
 
         Also release the copies of parameters that the model no longer has, such as a deleted adapter's.
         """
-        if self._own.get(key) == bucket:
+        if self._own.get(key) is bucket:
             return
         self.give_way([key])
         while self._gone:
             if not self._records[gone := self._gone.pop()].places():
                 self.give_way([gone])
-        if bucket.id < 0:
+        if not bucket.is_planned:
             self._watch(key)
             self._own[key] = bucket
-            self._host_memory.unplanned_bytes += self._on_host(bucket)
+            self._host_memory.unplanned_bytes += _on_host(bucket)
 
     def _watch(self, key: str) -> None:
         """Note it in `_gone` when a module of the parameter goes."""
@@ -298,39 +270,27 @@ class OutsideReads:
             for module, _ in self._records[key].owners():
                 weakref.finalize(module, self._gone.append, key).atexit = False
 
-    def _loaded(self, keys: Sequence[str], bucket: Bucket) -> list[Tensor]:
-        """Whole parameters out of a valid copy of their bucket."""
-        pending = self._cache.load(bucket, self._validity.generation(bucket))
-        count = bucket.slots if pending.is_full else bucket.slots_per_node_shard
-        is_whole = bucket.ranks_per_node == 1 or pending.is_full
-        slots = pending.wait().view(count, bucket.slot_elements)
-        places = self._records.keys_of(bucket)
-        found = []
-        for key in keys:
-            place = bucket.params[places.index(key)]
-            rows = slots.narrow(1, place.offset, place.layout.slot_elements)
-            if is_whole:  # the cache's copy must not be returned
-                whole = rows.clone(memory_format=torch.contiguous_format).view(-1)
-            else:
-                kind = Kind.INTRA_ALL_GATHER
-                name = range_name(kind, bucket)
-                whole = self._collectives.all_gather(kind, rows.reshape(-1), name).wait()
-            found.append(unpack_full(whole, [place.layout])[0])
-        return found
+
+def _keeps_copies(bucket: BoundBucket) -> bool:
+    """Whether a copy is to be kept, so that less is sent between nodes or released shards stay so."""
+    strategy = bucket.bucket.strategy
+    return strategy.is_resident and (bucket.bucket.nodes > 1 or strategy.keeps_on_host)
 
 
-def _keeps(spec: ParamSpec, strategy: Strategy) -> bool:
-    """Whether a copy is to be kept, so that less is sent between nodes or released shards stay so.
-
-    strategy: of the parameter's bucket.
-    """
-    return strategy.is_resident and (spec.layout.nodes > 1 or strategy.keeps_on_host)
+def _on_host(bucket: BoundBucket) -> int:
+    """The bytes of host memory that a copy of the bucket takes."""
+    return bucket.bucket.host_bytes if bucket.placement.tier is Tier.HOST else 0
 
 
-def _about(spec: ParamSpec, act: str, bucket: Bucket) -> About:
+def _gathers(spec: ParamSpec) -> str:
+    """The text by which ranks compare that all of them gather this parameter."""
+    return f"gathers parameter {spec.name!r}"
+
+
+def _about(act: str, spec: ParamSpec, bucket: BoundBucket) -> About:
     """What ranks compare: no act has the text of another one that sends other things."""
-    act = act if bucket.id < 0 else f"{act} with bucket {bucket.id}"
-    question = f"the agreement before a rank {gathers(spec)}"
+    act = f"{act} with bucket {bucket.id}" if bucket.is_planned else act
+    question = f"the agreement before a rank {_gathers(spec)}"
     return About(digest="", mode=act, describe=lambda: act, question=question)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -14,23 +14,16 @@ from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.devices import Device
-from fcdp_compile.plan import Bucket, Kind
+from fcdp_compile.plan import Kind
 from fcdp_compile.plan.reduction import REDUCING
 from fcdp_compile.plan.whole_step import FETCHES
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import Question
-from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.graph_order import drain, last_uses
-from fcdp_compile.runtime.lanes.lanes import range_name
-from fcdp_compile.runtime.lanes.pending import Pending, passed_on
+from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.run_state import RunState
 from fcdp_compile.torch_compat import MemoryLayout
-
-_GATHERS: dict[Kind, Callable[[Collectives, Bucket], Callable[..., Pending]]] = {
-    Kind.INTER_ALL_GATHER: lambda c, bucket: partial(c.all_gather, sizes=bucket.sizes()),
-    Kind.INTRA_OWN_ALL_GATHER: lambda c, bucket: c.own_all_gather,
-}
-"""The kinds of gathers that may send another format."""
 
 Call = Callable[[list[Any]], Any]
 """Runs one node on the values of a run."""
@@ -53,12 +46,10 @@ class Program:
         self,
         lowered: GraphModule,
         segments: dict[str, Callable[[list[Any]], Sequence[Any]]],
-        buckets: dict[int, Bucket],
         *,
         number: int,
     ) -> None:
         self._number = number
-        self._buckets = buckets
         self._segments = segments
         nodes = list(lowered.graph.nodes)
         self._place = {node: i for i, node in enumerate(nodes)}
@@ -111,6 +102,7 @@ class Program:
     def run(
         self,
         model: ShardedModel,
+        buckets: Mapping[int, BoundBucket],
         args: list[Any],
         *,
         accumulates: bool = False,
@@ -121,13 +113,14 @@ class Program:
     ) -> tuple[Any, ...]:
         """Run on `args`, which is emptied.
 
+        buckets: those of the plan, by number.
         accumulates: for a forward, whether its backward will accumulate gradients.
         given: the mark of the values that it runs on if they are not the model's own.
         around: wraps the steps of a run that is recorded.  then: called when all gathers have started.
         drained: takes the drain, to run it later ([Note: drains]); None to run it now.
         """
         instructions = self._instructions if around is None else self._with(around)
-        run = RunState(model, accumulates=accumulates, given=given)
+        run = RunState(model, buckets, accumulates=accumulates, given=given)
         values = self._start(run, args)
         if drained is not None and not self._layouts:
             drained = None
@@ -231,115 +224,32 @@ class Program:
             return _nothing
         if target is ops.wait:
             return lambda values: values[-1].model.exposure.wait(values[first])
-        bucket_id = kwargs["bucket"]
-        assert isinstance(bucket_id, int), bucket_id
-        assert callable(target), target
-        bucket = self._buckets[bucket_id]
-        if target is ops.load:
-            return partial(self._load, bucket)
-        if target is ops.store:
-            return partial(self._store, bucket, first)
-        if target is ops.load_home:
-            return partial(_load_home, bucket, [self._place[a] for a in node.all_input_nodes])
-        if target is ops.store_grads:
-            return partial(_store_grads, bucket, first, node.meta["val"].dtype)
-        params: Any = kwargs.get("params", ())
-        if target in (ops.collect, ops.accumulate):
-            if target is ops.accumulate:
-                return partial(self._accumulate, bucket, params, first)
-            return partial(self._collect, bucket, params, first, node.meta["val"].dtype)
-        kind = ops.EXPLICIT[target]
+        number, params = kwargs["bucket"], kwargs.get("params", ())
+        kind = ops.kind_of(node)
+        assert isinstance(number, int), number
         assert kind is not None, target
-        name = range_name(kind, bucket)
-        if kind is Kind.INTRA_ALL_GATHER:
-            return partial(self._spread, bucket, first, name)
-        if kind in _GATHERS:
-            return partial(self._gather, bucket, kind, first, name)
-        if kind is Kind.INTRA_REST_ALL_GATHER:
-            return partial(self._spread_rest, bucket, first, self._place[node.args[1]], name)
-        assert kind in REDUCING, kind
-        return partial(self._reduce, bucket, kind, params, first, name)
-
-    def _gather(
-        self, bucket: Bucket, kind: Kind, first: int, name: str, values: list[Any]
-    ) -> Pending:
-        run: RunState = values[-1]
-        if (started := run.started(kind, bucket)) is not None:
-            return started
-        codec = run.model.codecs.of_weights(bucket)
-        gather = _GATHERS[kind](run.model.collectives, bucket)
-        return gather(kind, values[first], name, codec=codec)
-
-    def _reduce(
-        self,
-        bucket: Bucket,
-        kind: Kind,
-        params: tuple[str, ...],
-        first: int,
-        name: str,
-        values: list[Any],
-    ) -> Pending:
-        model: ShardedModel = values[-1].model
-        scatters = kind is Kind.INTER_REDUCE_SCATTER
-        codec = model.codecs.of_gradients(bucket, params) if scatters else None
-        sizes = bucket.sizes(params) if scatters else None
-        return model.collectives.reduction(kind, values[first], name, codec=codec, sizes=sizes)
-
-    def _load(self, bucket: Bucket, values: list[Any]) -> Pending:
-        run: RunState = values[-1]
-        if (loaded := run.started(Kind.LOAD, bucket)) is None:
-            loaded = run.model.cache.load(bucket, run.generation(bucket))
-            run.model.cache.make_room(bucket)
-        return loaded
-
-    def _store(self, bucket: Bucket, first: int, values: list[Any]) -> Pending:
-        run: RunState = values[-1]
-        return run.model.cache.store(bucket, values[first], run.generation(bucket))
-
-    def _spread(self, bucket: Bucket, first: int, name: str, values: list[Any]) -> Pending:
-        part, run = values[first], values[-1]
-        if isinstance(part, Pending) and part.is_full:
-            run.model.counters.add(Kind.INTRA_ALL_GATHER, 0)
-            return passed_on(part)
-        kind = Kind.INTRA_ALL_GATHER
-        full: Pending = run.started(kind, bucket) or run.model.collectives.all_gather(
-            kind, part, name
-        )
-        run.model.cache.keep_full(bucket, run.generation(bucket), full)
-        return full
-
-    def _spread_rest(
-        self, bucket: Bucket, first: int, own: int, name: str, values: list[Any]
-    ) -> Pending:
-        run: RunState = values[-1]
-        kind = Kind.INTRA_REST_ALL_GATHER
-        full = run.model.collectives.rest_all_gather(kind, values[first], values[own], name)
-        run.model.cache.keep_full(bucket, run.generation(bucket), full)
-        return full
-
-    def _collect(
-        self,
-        bucket: Bucket,
-        params: tuple[str, ...],
-        first: int,
-        dtype: torch.dtype,
-        values: list[Any],
-    ) -> Pending:
-        run: RunState = values[-1]
-        return run.model.accumulation.collect(bucket, params, values[first], dtype)
-
-    def _accumulate(
-        self, bucket: Bucket, params: tuple[str, ...], first: int, values: list[Any]
-    ) -> Pending:
-        run: RunState = values[-1]
-        return run.model.accumulation.accumulate(bucket, params, values[first])
+        if kind is Kind.LOAD:
+            return partial(_load, number)
+        if kind in FETCHES:
+            step = _load_home if kind is Kind.LOAD_HOME else partial(_gather, kind)
+            return partial(step, number, [self._place[a] for a in node.all_input_nodes])
+        if kind is Kind.STORE:
+            return partial(_store, number, first)
+        if kind is Kind.ACCUMULATE:
+            return partial(_accumulate, number, params, first)
+        if kind in REDUCING:
+            return partial(_reduce, kind, number, params, first)
+        dtype = node.meta["val"].dtype
+        if kind is Kind.STORE_GRADS:
+            return partial(_store_grads, number, first, dtype)
+        assert kind is Kind.COLLECT, kind
+        return partial(_collect, number, params, first, dtype)
 
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
         run: RunState = values[-1]
-        buckets = [self._buckets[i] for i in ids]
         if not run.given:
-            run.model.validity.notice(_uncached(buckets, run.model))
-        generations = [run.model.validity.generation(b) for b in buckets]
+            run.model.validity.notice(_uncached(ids, run))
+        generations = (run.buckets[i].generation for i in ids)
         numbers = [int(run.accumulates), run.given, self._number, *generations]
         return torch.tensor(numbers, device="cpu")
 
@@ -350,26 +260,58 @@ class Program:
         generations = _stamped(values[first])[3:]
         # A cached bucket is checked when it is loaded: its copy may be of an older generation.
         run.generations.update(zip(ids, generations, strict=True))
-        uncached = _uncached([self._buckets[i] for i in ids], run.model)
+        uncached = _uncached(ids, run)
         if not uncached:
             return
         run.model.validity.notice(uncached)
-        generation = run.model.validity.generation
-        changed = [b for b in uncached if generation(b) != run.generations[b.id]]
+        changed = [b for b in uncached if b.generation != run.generations[b.id]]
         what = "the agreement on parameters that changed since the forward"
         # Ranks tell each other while the backward runs; it returns no gradients before it has the answer.
         act = "runs a backward that gathers again"
         run.changed = changed, Question(run.model.collectives, act, [bool(changed)], what)
 
 
-def _load_home(bucket: Bucket, shards: list[int], values: list[Any]) -> Pending:
-    model: ShardedModel = values[-1].model
-    return model.home_transfers.load(bucket, [values[place] for place in shards])
+def _load(number: int, values: list[Any]) -> Pending:
+    run: RunState = values[-1]
+    return run.load(run.buckets[number])
 
 
-def _store_grads(bucket: Bucket, first: int, dtype: torch.dtype, values: list[Any]) -> Pending:
-    model: ShardedModel = values[-1].model
-    return model.home_transfers.store(bucket, values[first], dtype)
+def _load_home(number: int, places: list[int], values: list[Any]) -> Pending:
+    run: RunState = values[-1]
+    return run.buckets[number].load_home([values[place] for place in places])
+
+
+def _gather(kind: Kind, number: int, places: list[int], values: list[Any]) -> Pending:
+    run: RunState = values[-1]
+    return run.gather(kind, run.buckets[number], *(values[place] for place in places))
+
+
+def _store(number: int, first: int, values: list[Any]) -> Pending:
+    run: RunState = values[-1]
+    bucket = run.buckets[number]
+    return bucket.store(values[first], run.generation(bucket))
+
+
+def _reduce(kind: Kind, number: int, params: Any, first: int, values: list[Any]) -> Pending:
+    run: RunState = values[-1]
+    return run.buckets[number].reduce(kind, values[first], params)
+
+
+def _collect(
+    number: int, params: Any, first: int, dtype: torch.dtype, values: list[Any]
+) -> Pending:
+    run: RunState = values[-1]
+    return run.model.accumulation.collect(run.buckets[number], params, values[first], dtype)
+
+
+def _accumulate(number: int, params: Any, first: int, values: list[Any]) -> Pending:
+    run: RunState = values[-1]
+    return run.model.accumulation.accumulate(run.buckets[number], params, values[first])
+
+
+def _store_grads(number: int, first: int, dtype: torch.dtype, values: list[Any]) -> Pending:
+    run: RunState = values[-1]
+    return run.buckets[number].store_grads(values[first], dtype)
 
 
 @contextmanager
@@ -385,8 +327,8 @@ def _clearing(values: list[Any], model: ShardedModel) -> Iterator[None]:
         raise
 
 
-def _uncached(buckets: Sequence[Bucket], model: ShardedModel) -> list[Bucket]:
-    return [b for b in buckets if not model.placements[b.id].is_cached]
+def _uncached(ids: Iterable[int], run: RunState) -> list[BoundBucket]:
+    return [b for b in map(run.buckets.__getitem__, ids) if not b.placement.is_cached]
 
 
 def _stamped(stamps: Tensor) -> list[int]:

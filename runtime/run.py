@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,10 +14,11 @@ from fcdp_compile.errors import FcdpError, StaleParameterError
 from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.late import LateTensor
 from fcdp_compile.params.seals.fingerprint import fingerprint
-from fcdp_compile.plan import Bucket, Direction, Kind, Plan, Variant
+from fcdp_compile.plan import Direction, Kind, Plan, Variant
 from fcdp_compile.plan.json import to_json
 from fcdp_compile.plan.recording import ScheduleKey
 from fcdp_compile.plan.whole_step import leading
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import (
     ACCUMULATES,
     SYNCHRONISES,
@@ -30,7 +31,6 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
-from fcdp_compile.runtime.seams import Transfer
 from fcdp_compile.torch_compat import MemoryLayout, backward_number, storage_id
 
 
@@ -61,14 +61,10 @@ class CompiledPlan:
         self.shards: dict[Direction, dict[str, int]] = {}
         self._digest = f"{plan.digest()} {in_flight_bytes}"
         self._accumulates = False  # whether the last forward's backward will
-        self._buckets: dict[int, Bucket] = {b.id: b for b in plan.buckets}
         self._gathers = _stored(plan)
-        self._placements = {p.bucket: p for p in plan.placements}
-        self._uncached = [b for b, place in plan.placed if not place.is_cached]
         self._is_resident = any(b.strategy.is_resident for b in plan.buckets)
-        self._early: dict[ScheduleKey, list[Transfer]] = {}
+        self._early: dict[ScheduleKey, list[tuple[Kind, int]]] = {}
         self._trained = [r for b in plan.buckets if not b.frozen for r in model.records.of(b)]
-        self._accumulated = [p.bucket for p in plan.placements if p.accumulates]
 
     def forward(
         self, direction: Direction, args: list[Any], *, others: Sequence[str] = ()
@@ -125,8 +121,7 @@ class CompiledPlan:
 
     @contextmanager
     def _told(self, model: ShardedModel, direction: Direction) -> Iterator[None]:
-        """Within it, this plan says where buckets wait, and errors name the pass and the step."""
-        model.placements.update(self._placements)
+        """Within it, errors name the pass and the step."""
         model.collectives.during = partial(self._tell, direction, model.counters.steps + 1)
         try:
             yield
@@ -156,7 +151,9 @@ class CompiledPlan:
             add()
         bring_back_inputs(args[i] for i in self.reads.get(key, ()))
         program = self.programs[key]
-        model.seams.begin((self._digest, *key), self._startable(key))
+        buckets = model.bound[self.plan.graph]
+        leading = [(kind, buckets[number]) for kind, number in self._startable(key)]
+        model.seams.begin((self._digest, *key), leading)
         more: dict[str, Any] = {"accumulates": accumulates, "given": given}
         more["then"] = partial(model.seams.start_next, self._room_after(key))
         # A recording is of one program, and a budget has no room for the gradients of two.
@@ -164,18 +161,17 @@ class CompiledPlan:
         if key[0] is Direction.BACKWARD and may_drain and backward_number() != -1:
             more["drained"] = partial(_drained, key, model, self._trained)
         if self.recorder is None or given:
-            return _watched(program, key, model, args, **more)
+            return _watched(program, key, model, buckets, args, **more)
         with self.recorder.run(self.plan, key, program, model.lanes) as around:
-            return _watched(program, key, model, args, around=around, **more)
+            return _watched(program, key, model, buckets, args, around=around, **more)
 
-    def _startable(self, key: ScheduleKey) -> list[Transfer]:
+    def _startable(self, key: ScheduleKey) -> list[tuple[Kind, int]]:
         """The transfers with which a schedule begins and that may start early; none without a schedule."""
         if key not in self._early:
             schedules = {(s.direction, s.variant): s for s in self.plan.schedules}
-            steps = leading(schedules[key], self._buckets) if key in schedules else []
-            self._early[key] = [
-                (s.kind, self._buckets[s.bucket]) for s in steps if s.bucket is not None
-            ]
+            buckets = {b.id: b for b in self.plan.buckets}
+            steps = leading(schedules[key], buckets) if key in schedules else []
+            self._early[key] = [(s.kind, s.bucket) for s in steps if s.bucket is not None]
         return self._early[key]
 
     def _room_after(self, key: ScheduleKey) -> int | None:
@@ -196,9 +192,13 @@ class CompiledPlan:
         accumulates = cold.shall_accumulate(args)
         model.accumulation.begin_graph(backward_number(), accumulates=accumulates)
         if accumulates:
-            return Variant.ACCUMULATE if self._accumulated else Variant.COLD
-        waits = model.accumulation.waits_for(self._accumulated)
+            return Variant.ACCUMULATE if self._accumulating(model) else Variant.COLD
+        waits = model.accumulation.waits_for(self._accumulating(model))
         return Variant.COLLECT if waits else Variant.COLD
+
+    def _accumulating(self, model: ShardedModel) -> list[BoundBucket]:
+        """The buckets whose gradients wait for the micro-batch that synchronises."""
+        return [b for b in model.bound[self.plan.graph].values() if b.placement.accumulates]
 
     def living_model(self) -> ShardedModel:
         model = self._model()
@@ -211,7 +211,8 @@ class CompiledPlan:
 
         is_given: whether this rank was given other values than the model's own.
         """
-        relevant = [self._buckets[i] for i in (*self.plan.refresh, *self._gathers)]
+        buckets = model.bound[self.plan.graph]
+        relevant = [buckets[i] for i in (*self.plan.refresh, *self._gathers)]
         about = About(
             digest=self._digest,
             mode=ACCUMULATES if accumulates else SYNCHRONISES,
@@ -226,38 +227,45 @@ class CompiledPlan:
         if not self._is_resident:
             return Variant.COLD
         # Buckets that are kept until the backward only are gathered in any variant.
-        stale = [b for b in relevant if verdict.stale[b.id] and b.strategy.is_resident]
-        kept = [i for i in self._gathers if self._buckets[i].strategy.is_resident]
+        resident = [b for b in relevant if b.bucket.strategy.is_resident]
+        stale = [b for b in resident if verdict.stale[b.id]]
+        kept = [b.id for b in resident if b.id in self._gathers]
         in_graph = [b for b in stale if b.id in kept]
-        for bucket in self._uncached:
-            model.release_rivals(bucket)
+        for bucket in buckets.values():
+            if not bucket.placement.is_cached:
+                model.release_rivals(bucket)
         # If only some kept buckets are stale (an earlier graph of this step gathered a tied weight), the cold
         # variant would gather the valid buckets again.
         cold = bool(in_graph) and len(in_graph) == len(kept)
         for bucket in stale:
             model.release_rivals(bucket)
-            model.outside.give_way(model.records.keys_of(bucket))
+            model.outside.give_way(bucket.keys)
             if not (cold and bucket.id in kept):
-                model.upkeep.refresh(bucket)
-        for bucket in relevant:
-            if bucket.frozen and bucket.strategy.is_resident:
-                model.upkeep.release_shards(bucket)
+                bucket.refresh()
+        for bucket in resident:
+            if bucket.bucket.frozen:
+                bucket.release_shards()
         return Variant.COLD if cold else Variant.WARM
 
 
 def _watched(
-    program: Program, key: ScheduleKey, model: ShardedModel, args: list[Any], **options: Any
+    program: Program,
+    key: ScheduleKey,
+    model: ShardedModel,
+    buckets: Mapping[int, BoundBucket],
+    args: list[Any],
+    **options: Any,
 ) -> tuple[Any, ...]:
     """Run a program; tell a device that checks its streams what comes before and after."""
     device = model.lanes.device
     if not device.is_checked:
-        return program.run(model, args, **options)
+        return program.run(model, buckets, args, **options)
     name = " ".join(part.value for part in key)
     trained = [r for r in model.records.values() if r.parameter().requires_grad]
     # An optimizer may have written to them.
     device.note([], [r.peek() for r in trained], f"what came before the {name} pass")
     with device.watching(f"the {name} pass"):
-        results = program.run(model, args, **options)
+        results = program.run(model, buckets, args, **options)
     # Shards in host memory that a forward saves are read by loads only.
     on_host = {storage_id(r.peek()) for r in trained if r.spec.computes_on is not None}
     read = [r for r in results if isinstance(r, Tensor) and not isinstance(r, LateTensor)]

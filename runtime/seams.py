@@ -9,7 +9,7 @@ Every rank starts the same transfers at the same place, because all ranks run pr
 same variants, and remember by these (`Event`).  Where another program follows than before, all ranks drop
 what they started, and never again start anything there.  The agreement before a forward tells all ranks if on
 any rank a value has changed since, an optimizer has stepped or a program has failed: then all of them do the
-same (`cut`).  Nothing else that one rank alone may notice changes what a rank starts or drops.
+same (`cut`).  What one rank alone knows never changes what it starts or drops.
 """
 
 from __future__ import annotations
@@ -17,28 +17,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from fcdp_compile.params.packing import pack_home
-from fcdp_compile.plan import Bucket, Direction, Kind, Variant
-from fcdp_compile.runtime.cache.codecs import Codecs
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
-from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.plan import Direction, Kind, Variant
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.lanes.lanes import Lanes, range_name
+from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
-from fcdp_compile.runtime.parameters.record import Records
-from fcdp_compile.runtime.parameters.validity import Validity
 
 Event = tuple[str, Direction, Variant]
 """The run of a program, equal on all ranks: the digest of its plan, and the schedule that it follows."""
 
-Transfer = tuple[Kind, Bucket]
+Transfer = tuple[Kind, BoundBucket]
 
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    bucket: Bucket
+    bucket: BoundBucket
     generation: int
     pending: Pending
 
@@ -46,21 +40,8 @@ class _Started:
 class Seams:
     """What runs after what, and the transfers that have started for the program that is to run next."""
 
-    def __init__(
-        self,
-        records: Records,
-        validity: Validity,
-        cache: NodeShardCache,
-        collectives: Collectives,
-        codecs: Codecs,
-        counters: Counters,
-        lanes: Lanes,
-    ) -> None:
-        self._records = records
+    def __init__(self, validity: Validity, counters: Counters, lanes: Lanes) -> None:
         self._validity = validity
-        self._cache = cache
-        self._collectives = collectives
-        self._codecs = codecs
         self._counters = counters
         self._lanes = lanes
         self._now: Event | None = None
@@ -101,10 +82,11 @@ class Seams:
         if self._next is None or self._next[0] == self._now[0]:
             return
         leading = self._leading[self._next]
-        if not all(self._lives(bucket) for _, bucket in leading):
+        if not all(bucket.lives for _, bucket in leading):
             return
         sizes = (
-            b.full_bytes if kind is Kind.INTRA_ALL_GATHER else b.node_bytes for kind, b in leading
+            b.bucket.full_bytes if kind is Kind.INTRA_ALL_GATHER else b.bucket.node_bytes
+            for kind, b in leading
         )
         if room_bytes is not None and sum(sizes) > room_bytes:
             return
@@ -119,12 +101,12 @@ class Seams:
         if has_failed or self._step != self._counters.steps:
             return True
         started = {s.bucket.id: s for s in self._early.values()}.values()
-        if not all(self._lives(s.bucket) for s in started):
+        if not all(s.bucket.lives for s in started):
             return True
         self._validity.notice([s.bucket for s in started])
-        return any(s.generation != self._validity.generation(s.bucket) for s in started)
+        return any(s.generation != s.bucket.generation for s in started)
 
-    def take(self, kind: Kind, bucket: Bucket, generation: int | None) -> Pending | None:
+    def take(self, kind: Kind, bucket: BoundBucket, generation: int | None) -> Pending | None:
         """The transfer, if it has started.
 
         generation: of the values that a backward needs; a forward's were compared in the agreement before it.
@@ -144,39 +126,27 @@ class Seams:
         """Note that a program failed, perhaps on this rank alone: the next forward tells all ranks."""
         self._has_failed = True
 
-    def _lives(self, bucket: Bucket) -> bool:
-        return all(r.living() is not None for r in self._records.of(bucket))
-
     def drop(self) -> None:
         """Drop the transfers that have started."""
         if self._early:
             self._early.clear()
             self._lanes.settle()  # nothing will wait for what they read, which may be written to next
 
-    def _start(self, kind: Kind, bucket: Bucket) -> None:
-        name = range_name(kind, bucket)
+    def _start(self, kind: Kind, bucket: BoundBucket) -> None:
         if kind is Kind.LOAD:
-            generation = self._cache.generation(bucket.id)
+            generation = bucket.cache.generation
             if generation is None:
                 return
-            pending = self._cache.load(bucket, generation)
-            self._cache.make_room(bucket)
+            pending = bucket.load(generation)
         elif kind is Kind.INTER_ALL_GATHER:
             self._validity.notice([bucket])
-            generation = self._validity.generation(bucket)
-            shards, layouts = self._records.shards(bucket), [p.layout for p in bucket.params]
-            node = self._collectives.node
-            home = pack_home(shards, layouts, getattr(torch, bucket.dtype), node)
-            codec = self._codecs.of_weights(bucket)
-            pending = self._collectives.all_gather(
-                kind, home, name, codec=codec, sizes=bucket.sizes()
-            )
+            generation = bucket.generation
+            pending = bucket.gather(kind, bucket.packed())
         else:
-            found = self._early.get((Kind.LOAD, bucket.id)) or self._early.get(
-                (Kind.INTER_ALL_GATHER, bucket.id)
-            )
+            sources = (Kind.LOAD, bucket.id), (Kind.INTER_ALL_GATHER, bucket.id)
+            found = next((self._early[s] for s in sources if s in self._early), None)
             if found is None or found.pending.is_full:
                 return
             generation = found.generation
-            pending = self._collectives.all_gather(kind, found.pending, name)
+            pending = bucket.gather(kind, found.pending)
         self._early[kind, bucket.id] = _Started(bucket, generation, pending)

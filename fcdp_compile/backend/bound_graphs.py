@@ -176,7 +176,7 @@ class BoundGraphs:
         memory = None
         if any(strategy.cache is Cache.ADAPTIVE for strategy in model.strategies):
             asked = self._options.device_memory
-            memory = model.cache.memory = DeviceMemory.of(
+            memory = model.transport.device_memory = DeviceMemory.of(
                 model.device,
                 capacity_bytes=model.gpu_bytes if asked is None else asked,
                 threshold=self._options.memory_threshold,
@@ -228,12 +228,10 @@ class BoundGraphs:
         lowered = self._lowered[direction, variant]
         names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
         segments = {name: self._compute.compile(getattr(lowered, name)) for name in names}
-        buckets = {b.id: b for b in bound.plan.buckets}
         model = bound.living_model()
-        compile_codecs(lowered, buckets, model.codecs, self._compute, model.device.torch)
-        bound.programs[direction, variant] = Program(
-            lowered, segments, buckets, number=bound.plan.graph
-        )
+        buckets = model.bound[bound.plan.graph]
+        compile_codecs(lowered, buckets, self._compute, model.device.torch)
+        bound.programs[direction, variant] = Program(lowered, segments, number=bound.plan.graph)
         bound.reads[direction, variant] = _read_inputs(lowered)
 
 

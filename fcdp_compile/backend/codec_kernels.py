@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fcdp_compile import ops
 from fcdp_compile.backend.compute import Compute
 from fcdp_compile.plan import Bucket
-from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.quantize import Codec, decode_blocks, encode_blocks
 from fcdp_compile.strategy.gathering import Algorithm
 from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode, without_modes
@@ -29,8 +29,7 @@ log = logging.getLogger(__name__)
 
 def compile_codecs(
     lowered: GraphModule,
-    buckets: dict[int, Bucket],
-    codecs: Codecs,
+    buckets: Mapping[int, BoundBucket],
     compute: Compute,
     device: torch.device,
 ) -> None:
@@ -42,11 +41,11 @@ def compile_codecs(
         return
     with without_modes():
         for number in dict.fromkeys(_buckets_of(lowered)):
-            _compile_weights(buckets[number], codecs, compute, device)
+            _compile_weights(buckets[number], compute, device)
         for node in lowered.graph.find_nodes(op="call_function", target=ops.inter_reduce_scatter):
-            bucket, params = buckets[node.kwargs["bucket"]], node.kwargs["params"]
-            if (codec := codecs.of_gradients(bucket, params)) is not None:
-                dtype, rows = getattr(torch, bucket.reduce_dtype), bucket.nodes
+            bound, params = buckets[node.kwargs["bucket"]], node.kwargs["params"]
+            if (codec := bound.cache.codecs.of_gradients(params)) is not None:
+                dtype, rows = getattr(torch, bound.bucket.reduce_dtype), bound.bucket.nodes
                 wide = torch.promote_types(dtype, torch.float32)
                 compile_codec(codec, compute, device, encodes=True, rows=rows, dtype=dtype)
                 compile_codec(codec, compute, device, encodes=False, rows=rows, dtype=wide)
@@ -59,11 +58,10 @@ _ROWS: dict[Algorithm, Callable[[Bucket], set[int]]] = {
 """How many slots are decoded at once: a node shard's (nodes) or a node's own (1)."""
 
 
-def _compile_weights(
-    bucket: Bucket, codecs: Codecs, compute: Compute, device: torch.device
-) -> None:
-    if (codec := codecs.of_weights(bucket)) is None:
+def _compile_weights(bound: BoundBucket, compute: Compute, device: torch.device) -> None:
+    if (codec := bound.cache.codecs.of_weights) is None:
         return
+    bucket = bound.bucket
     dtype = getattr(torch, bucket.dtype)
     compile_codec(codec, compute, device, encodes=True, rows=1, dtype=dtype)
     for rows in _ROWS[bucket.algorithm](bucket):

@@ -29,10 +29,10 @@ from fcdp_compile.optimizers.state_kinds import StateKinds, unhooked_step
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.seals.fingerprint import fingerprints
 from fcdp_compile.plan import LANES, Kind
+from fcdp_compile.runtime.buckets.validity import read
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
-from fcdp_compile.runtime.parameters.validity import read
 from fcdp_compile.torch_compat import copy_all
 
 _PARAMETER, _GRADIENT = "fcdp::parameter", "fcdp::gradient"

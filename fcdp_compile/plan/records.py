@@ -287,7 +287,7 @@ class Step:
         """The values that ranks must agree on: kind, bucket, and bytes sent between ranks.
 
         The bytes of an intra-node all-gather do not count: its bucket implies them, and ranks agree at run
-        time whether it is needed at all (`runtime.host_cache` [Note: full parameters]).
+        time whether it is needed at all (`runtime.buckets.bucket_cache` [Note: full parameters]).
         """
         by_placement = self.lane in (Lane.H2D, Lane.D2H) or self.kind is Kind.INTRA_ALL_GATHER
         return self.kind, self.bucket, 0 if by_placement else self.bytes

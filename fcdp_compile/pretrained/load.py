@@ -79,7 +79,7 @@ def load_pretrained(
     if is_on_disk:
         # The first gather of frozen parameters then reads other nodes' rows from this node's own disk.
         rows = destinations.rows(order)
-        state.upkeep.row_sources.offer(rows.keys, rows)
+        state.transport.row_sources.offer(rows.keys, rows)
     matched.renaming.note_used()
     if matched.kept_copies and is_first:
         log.warning(

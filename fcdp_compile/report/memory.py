@@ -36,6 +36,6 @@ def memory(model: nn.Module) -> Memory:
     return Memory(
         predicted_peak_bytes=state.predicted_peak_bytes,
         measured_peak_bytes=state.device.peak_bytes(),
-        fallbacks=state.cache.fallen_back,
+        fallbacks=sum(cache.has_fallen_back for cache in state.buckets.caches()),
         host_bytes=state.pool.slab_bytes + state.host_memory.home_bytes,
     )

@@ -23,23 +23,6 @@ from fcdp_compile.runtime.lanes.pending import Done, Pending
 from fcdp_compile.torch_compat import copy_all
 
 
-def shard_to_device(
-    spec: ParamSpec, shard: Tensor, device: torch.device, counters: Counters
-) -> Tensor:
-    """A home shard on the device, for code without a plan."""
-    if spec.computes_on is not None:
-        counters.add(Kind.LOAD_HOME, spec.slot_bytes)
-    return shard.to(device)
-
-
-def grad_to_home(spec: ParamSpec, grad: Tensor, counters: Counters) -> Tensor:
-    """A reduced gradient shard where its home shard is, for code without a plan; complete on return."""
-    if spec.computes_on is None:
-        return grad
-    counters.add(Kind.STORE_GRADS, spec.slot_bytes)
-    return grad.to("cpu")
-
-
 class HomeTransfers:
     """Moves the home shards and gradients of one model that live on the host.  node: of this rank."""
 
@@ -49,6 +32,19 @@ class HomeTransfers:
         self._node = node
         self._last: Done | None = None  # the load that the host may not be done with
         self._host = _Host(lanes.device)
+
+    def shard_to_device(self, spec: ParamSpec, shard: Tensor) -> Tensor:
+        """A home shard on the device, for code without a plan."""
+        if spec.computes_on is not None:
+            self._counters.add(Kind.LOAD_HOME, spec.slot_bytes)
+        return shard.to(self._lanes.device.torch)
+
+    def grad_to_home(self, spec: ParamSpec, grad: Tensor) -> Tensor:
+        """A reduced gradient shard where its home shard is, for code without a plan; complete on return."""
+        if spec.computes_on is None:
+            return grad
+        self._counters.add(Kind.STORE_GRADS, spec.slot_bytes)
+        return grad.to("cpu")
 
     def load(self, bucket: Bucket, shards: Sequence[Tensor]) -> Pending:
         """Copy a bucket's home shards to the device, packed and cast as `pack_home` does."""

@@ -46,7 +46,7 @@ def tensor_of(value: Tensor | Pending) -> Tensor:
 
 def range_name(kind: Kind, bucket: Bucket) -> str:
     """The name of a step's range in a profiler."""
-    return f"fcdp::{kind.value} {bucket.id}"
+    return f"fcdp::{kind.value} {bucket.params[0].name if bucket.id < 0 else bucket.id}"
 
 
 class Scratch:

@@ -26,10 +26,10 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.seals.fingerprint import fingerprints, fingerprints_of_zeros
 from fcdp_compile.params.seals.seal import Seal, seal
+from fcdp_compile.runtime.buckets.validity import read
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.runtime.parameters.validity import read
 
 
 @dataclass(frozen=True, slots=True)

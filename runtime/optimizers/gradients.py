@@ -16,7 +16,7 @@ a parameter's `.grad`, as in `torch.autograd.grad`, its gradients stay lost.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,20 +24,14 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.packing import unpack_grads
-from fcdp_compile.plan import LANES, Bucket, Kind, Placement, Tier
-from fcdp_compile.plan.reduction import REDUCTIONS
-from fcdp_compile.runtime.cache.codecs import Codecs
-from fcdp_compile.runtime.cache.home_transfers import grad_to_home
-from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.plan import LANES, Kind, Tier
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.collectives.agreement import same_act
-from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
+from fcdp_compile.runtime.lanes.lanes import range_name, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending, passed_on
 from fcdp_compile.runtime.optimizers.gradient_marks import Grad, GradientMarks
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import at_end_of_backward
 
 _Params = tuple[str, ...]
@@ -52,7 +46,7 @@ class _Waiting:
     """
 
     kept: Tensor
-    bucket: Bucket
+    bucket: BoundBucket
     slab: Tensor | None
 
     @property
@@ -67,28 +61,16 @@ class _Backward:
 class Accumulation:
     """The gradients of one model that accumulate on this rank.
 
-    is_on: whether forwards that begin now accumulate in their backward.  placements: where the plan that runs
-    wants the gradients of each bucket, by its number.
+    is_on: whether forwards that begin now accumulate in their backward.
     """
 
-    def __init__(
-        self,
-        records: Mapping[str, ParamRecord],
-        counters: Counters,
-        pool: PinnedPool,
-        lanes: Lanes,
-        collectives: Collectives,
-        codecs: Codecs,
-        placements: Mapping[int, Placement],
-    ) -> None:
+    def __init__(self, records: Mapping[str, ParamRecord], transport: Transport) -> None:
         self.is_on = False
-        self._placements = placements
         self._records = records
-        self._counters = counters
-        self._pool = pool
-        self._lanes = lanes
-        self._collectives = collectives
-        self._codecs = codecs
+        self._transport = transport
+        self._counters = transport.counters
+        self._lanes = transport.lanes
+        self._collectives = transport.collectives
         self._marks = GradientMarks(records)
         self._waiting: dict[_Params, _Waiting] = {}
         self._slabs: dict[_Params, Tensor] = {}  # never given back between steps
@@ -101,7 +83,7 @@ class Accumulation:
     # --- steps of a graph ---------------------------------------------------------------------------------
 
     def collect(
-        self, bucket: Bucket, params: _Params, grads: Tensor | Pending, dtype: torch.dtype
+        self, bucket: BoundBucket, params: _Params, grads: Tensor | Pending, dtype: torch.dtype
     ) -> Pending:
         """Add `grads` [n] and the gradients that wait, which then wait no longer; result in `dtype`."""
         waiting = self._waiting.pop(params, None)
@@ -113,15 +95,15 @@ class Accumulation:
             return passed_on(grads)
         return self._cast(bucket, grads, dtype)
 
-    def _cast(self, bucket: Bucket, grads: Tensor | Pending, dtype: torch.dtype) -> Pending:
+    def _cast(self, bucket: BoundBucket, grads: Tensor | Pending, dtype: torch.dtype) -> Pending:
         own = tensor_of(grads)
         out = torch.empty_like(own, dtype=dtype)
         run = partial(out.copy_, own)
-        name = range_name(Kind.COLLECT, bucket)
+        name = range_name(Kind.COLLECT, bucket.bucket)
         return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=[grads], name=name)
 
     def _sum(
-        self, bucket: Bucket, waiting: _Waiting, grads: Tensor | Pending, dtype: torch.dtype
+        self, bucket: BoundBucket, waiting: _Waiting, grads: Tensor | Pending, dtype: torch.dtype
     ) -> Pending:
         """Write the sum to the waiting gradients on the device, or to new memory if they are on the host."""
         own, kept = tensor_of(grads), waiting.kept
@@ -136,14 +118,14 @@ class Accumulation:
             if out is not total:
                 out.copy_(total)
 
-        name = range_name(Kind.COLLECT, bucket)
+        name = range_name(Kind.COLLECT, bucket.bucket)
         return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=[grads, total], name=name)
 
-    def accumulate(self, bucket: Bucket, params: _Params, total: Tensor | Pending) -> Pending:
+    def accumulate(self, bucket: BoundBucket, params: _Params, total: Tensor | Pending) -> Pending:
         """Let the sum [n] wait; this backward adds it to no `.grad`."""
         own = tensor_of(total)
         self._touch(params)
-        if self._placements[bucket.id].gradient_tier is not Tier.HOST:
+        if bucket.placement.gradient_tier is not Tier.HOST:
             self._counters.add(Kind.ACCUMULATE, 0)
             done = total.done if isinstance(total, Pending) else None
             # A tensor that no lane has made may be the gradient itself, which others may hold, too.
@@ -151,7 +133,7 @@ class Accumulation:
             self._waiting[params] = _Waiting(kept, bucket, None)
             return Pending(kept, done=done)
         if params not in self._slabs:
-            self._slabs[params] = self._pool.take(own.numel(), own.dtype)
+            self._slabs[params] = self._transport.pool.take(own.numel(), own.dtype)
         slab = self._slabs[params]
         self._counters.add(Kind.ACCUMULATE, own.nbytes)
         stored = self._lanes.start(
@@ -159,7 +141,7 @@ class Accumulation:
             lambda: slab.copy_(own, non_blocking=True),
             out=slab,
             reads=[total],
-            name=range_name(Kind.ACCUMULATE, bucket),
+            name=range_name(Kind.ACCUMULATE, bucket.bucket),
         )
         self._waiting[params] = _Waiting(slab, bucket, slab)
         return stored
@@ -235,39 +217,15 @@ class Accumulation:
         for params, waiting in list(self._waiting.items()):
             del self._waiting[params]
             self._marks.drop(params)
-            specs = [self._records[n].spec for n in params]
-            shards = unpack_grads(
-                self._reduced(params, waiting),
-                [s.layout for s in specs],
-                [s.local_shape for s in specs],
-                [s.home_dtype for s in specs],
-                self._collectives.node,
-            )
-            for name, shard in zip(params, shards, strict=True):
+            bucket = waiting.bucket
+            self._counters.add(Kind.COLLECT, waiting.slab_bytes)
+            dtype = getattr(torch, bucket.bucket.reduce_dtype)
+            rest = Pending(waiting.kept.to(self._collectives.device, dtype))
+            slot = bucket.reduced(bucket.reductions[1], rest, params).wait()
+            for name, shard in zip(params, bucket.grad_shards(slot, params), strict=True):
                 if (grad := self._marks.shard(name)) is not None:
                     spec = self._records[name].spec
-                    grad.add_(grad_to_home(spec, shard, self._counters))
-
-    def _reduced(self, params: _Params, waiting: _Waiting) -> Tensor:
-        """The waiting gradients, reduced to the home shards."""
-        bucket = waiting.bucket
-        self._counters.add(Kind.COLLECT, waiting.slab_bytes)
-        device = self._collectives.device
-        rest = Pending(waiting.kept.to(device, getattr(torch, bucket.reduce_dtype)))
-        for kind in self._reductions(bucket):
-            scatters = kind is Kind.INTER_REDUCE_SCATTER
-            codec = self._codecs.of_gradients(bucket, params) if scatters else None
-            sizes = bucket.sizes(params) if scatters else None
-            name = range_name(kind, bucket)
-            rest = self._collectives.reduction(kind, rest, name, codec=codec, sizes=sizes)
-        return rest.wait()
-
-    def _reductions(self, bucket: Bucket) -> list[Kind]:
-        """The remaining reductions of gradients that accumulated at their strategy's scope, in order."""
-        kinds = list(REDUCTIONS[bucket.strategy.home])
-        if bucket.strategy.gradient is not Scope.NONE:
-            kinds.remove(Kind.INTRA_REDUCE_SCATTER)
-        return [k for k in kinds if self._collectives.group_size(k) > 1]
+                    grad.add_(self._transport.home_transfers.grad_to_home(spec, shard))
 
     # --- what waits ---------------------------------------------------------------------------------------
 
@@ -276,9 +234,10 @@ class Accumulation:
         self._note_failures()
         return self._marks.names()
 
-    def waits_for(self, bucket_ids: Collection[int]) -> bool:
+    def waits_for(self, buckets: Iterable[BoundBucket]) -> bool:
         """Whether gradients of any of these buckets wait."""
-        return any(w.bucket.id in bucket_ids for w in self._waiting.values())
+        caches = [bucket.cache for bucket in buckets]  # one for all plans that have the bucket
+        return any(w.bucket.cache in caches for w in self._waiting.values())
 
     def settle(self) -> list[str]:
         """Forget waiting gradients whose `.grad` was cleared (`cleared`); return the other parameters.
@@ -301,7 +260,7 @@ class Accumulation:
         return [n for n in names if n not in cleared]
 
     def _zero(self, waiting: _Waiting, params: _Params, names: Collection[str]) -> None:
-        slots = {p.name: p.layout.slot_elements for p in waiting.bucket.params}
+        slots = {p.name: p.layout.slot_elements for p in waiting.bucket.bucket.params}
         if waiting.slab is not None:
             self._lanes.device.synchronize()  # the Python thread writes next, not a stream
         row, kept = sum(slots[n] for n in params), waiting.kept

@@ -19,16 +19,14 @@ from torch.optim.optimizer import (
 
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.params.home_shard import REPLACED, HomeShard
-from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.seals.seal import refuse_capture
-from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.runtime.collectives.counters import Counters
+from fcdp_compile.runtime.buckets.transport import Transport
+from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.optimizers.loads import OptimizerLoads
 from fcdp_compile.runtime.optimizers.steps import OptimizerSteps
 from fcdp_compile.runtime.parameters.record import ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
-from fcdp_compile.runtime.parameters.validity import Validity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +58,7 @@ class OptimizerHooks:
 
     def __init__(
         self,
-        topology: Topology,
-        collectives: Collectives,
-        counters: Counters,
+        transport: Transport,
         records: Records,
         unset: Unset,
         whole: Mapping[str, WholeParameter],
@@ -71,7 +67,7 @@ class OptimizerHooks:
         *,
         accumulates_elsewhere: bool,
     ) -> None:
-        self._counters = counters
+        self._counters = transport.counters
         self._records = records
         self._unset = unset
         self._whole = whole
@@ -80,8 +76,8 @@ class OptimizerHooks:
         self._accumulates_elsewhere = accumulates_elsewhere
         self.accumulates = False
         self._is_unsynchronised_elsewhere = False
-        self._loads = OptimizerLoads(collectives, records)
-        self._steps = OptimizerSteps(topology)
+        self._loads = OptimizerLoads(transport.collectives, records)
+        self._steps = OptimizerSteps(transport.topology)
         me = weakref.ref(self)
         for handle in (
             register_optimizer_step_pre_hook(_hook(me, OptimizerHooks.steps)),

@@ -57,12 +57,12 @@ def _reads() -> Iterator[Counter[tuple[str, str]]]:
 
         return call
 
-    from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+    from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 
     patch = pytest.MonkeyPatch()
     for name in _READERS:
         patch.setattr(Tensor, name, counted(getattr(Tensor, name)))
-    patch.setattr(NodeShardCache, "node_shard", counted(NodeShardCache.node_shard))  # synchronises
+    patch.setattr(BucketCache, "node_shard", counted(BucketCache.node_shard))  # synchronises
     try:
         yield found
     finally:

@@ -64,7 +64,7 @@ def _history(mesh: DeviceMesh, case: str, node_bytes: int | None) -> tuple[dict[
                 found["evaluation"] = loss_of(net, ids)
             for parameter in model.parameters():
                 parameter.data.mul_(0.5)
-    return found, state_of(model).cache.host_bytes()
+    return found, sum(c.host_bytes for c in state_of(model).buckets.caches())
 
 
 def _local(parameter: Any) -> Tensor:
@@ -159,7 +159,7 @@ def _wide(mesh: DeviceMesh) -> tuple[int, int, int]:
     for _ in range(2):
         net(torch.rand(3, 203)).sum().backward()
     state = state_of(model)
-    return parameter_bytes, state.pool.slab_bytes, state.cache.host_bytes()
+    return parameter_bytes, state.pool.slab_bytes, sum(c.host_bytes for c in state.buckets.caches())
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])

@@ -217,7 +217,10 @@ def _evaluate_and_train(mesh: DeviceMesh, node_bytes: int) -> dict[str, tuple[in
     for _ in range(2):
         net(_batch(0, rank)).backward()
     evaluate("after graphs")
-    found["memory"] = state.cache.host_bytes(), state.host_memory.unplanned_bytes
+    found["memory"] = (
+        sum(c.host_bytes for c in state.buckets.caches()),
+        state.host_memory.unplanned_bytes,
+    )
     return found
 
 
@@ -243,7 +246,10 @@ def _delete_a_block(mesh: DeviceMesh) -> list[tuple[int, int]]:
         change()
         with torch.no_grad():
             model(batch)
-        found.append((state.cache.host_bytes(), state.host_memory.unplanned_bytes))
+        sum(
+            c.host_bytes
+            for c in found.append((state.buckets.caches()), state.host_memory.unplanned_bytes)
+        )
         model.requires_grad_(False)  # so that adapters get other copies
     return found
 

@@ -69,7 +69,7 @@ class Trained:
             self.optimizer.zero_grad()
         self.moved = fcdp_compile.traffic(self.model).total
         self.memory = fcdp_compile.memory(self.model)
-        self.host_bytes = state_of(self.model).cache.host_bytes()
+        self.host_bytes = sum(c.host_bytes for c in state_of(self.model).buckets.caches())
 
     def _spy(self, used: int) -> None:
         def of(
@@ -181,8 +181,7 @@ def _full_device(mesh: DeviceMesh, name: str, expected: Trained, plenty: Trained
         assert found.losses == expected.losses
         check_equal("parameters", values(found.model), values(expected.model))
         assert set(found.tiers) == {Tier.GPU_FULL}
-        cache = state_of(found.model).cache
-        assert not any(cache.keeps_in_full(b) for b in found.plans[0].buckets)
+        assert not any(cache.keeps_in_full for cache in state_of(found.model).buckets.caches())
         if used:
             assert found.memory.fallbacks == len(found.tiers)
             assert found.host_bytes == expected.host_bytes

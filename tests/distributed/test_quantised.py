@@ -99,7 +99,7 @@ def _compiled(mesh: DeviceMesh) -> tuple[float, int, int]:
         mine = Sharded(mesh, trial, options={"bucket_mb": 1e-7})
         found = history(mine, 2)
         losses.append(torch.stack([found[f"loss {step}"] for step in range(2)]))
-        codecs = list(state_of(mine.model).codecs.made())
+        codecs = [c for cache in state_of(mine.model).buckets.caches() for c in cache.codecs.made()]
         counts.append(sum(len(c.encoders) + len(c.decoders) for c in codecs))
     return float((losses[0] / losses[1] - 1).abs().max()), *counts
 
@@ -121,7 +121,7 @@ def _frozen(mesh: DeviceMesh) -> list[int]:
         for step in range(2):
             mine.loss(mine.batches(step)[mine.rank]).backward()
             mine.step()
-        sizes.append(state_of(mine.model).cache.host_bytes())
+        sizes.append(sum(c.host_bytes for c in state_of(mine.model).buckets.caches()))
         after = values(mine.model)
         frozen = {n for n, p in mine.model.named_parameters() if not p.requires_grad}
         check_equal(
@@ -167,8 +167,8 @@ def _compare_nf4(mesh: DeviceMesh) -> set[Tier]:
             if not p.requires_grad:
                 assert torch.equal(found.pop(name), before[name]), "home shards are exact"
         state = state_of(mine.model)
-        kept = {b.id for key in state.records for b in state.buckets.of(key) if b.frozen}
-        seen.update(state.placements[i].tier for i in kept)
+        kept = [b for key in state.records for b in state.buckets.of(key) if b.bucket.frozen]
+        seen.update(b.placement.tier for b in kept)
         return found, fcdp_compile.memory(mine.model).predicted_peak_bytes or 0
 
     seen: set[Tier] = set()

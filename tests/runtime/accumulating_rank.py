@@ -14,7 +14,9 @@ from builders_plan import make_bucket, make_placement
 from fcdp_compile.devices import Cpu
 from fcdp_compile.params.packing import unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
-from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
+from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.agreement import packed, unpacked
 from fcdp_compile.runtime.collectives.counters import Counters
@@ -22,6 +24,7 @@ from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
+from fcdp_compile.runtime.parameters.generations import Generations
 from fcdp_compile.torch_compat import backward_number
 
 CPU = torch.device("cpu")
@@ -94,15 +97,27 @@ class Rank:
         self.records = {p.name: _record(p.layout, p.name) for b in self.buckets for p in b.params}
         self.counters, self.pool, self.peers = Counters(), PinnedPool(Cpu()), Peers()
         self.lanes = Lanes(Cpu(), is_blocking=True)
-        self.accumulation = Accumulation(
-            self.records,  # type: ignore[arg-type]
-            self.counters,
-            self.pool,
-            self.lanes,
-            self.peers,  # type: ignore[arg-type]
-            Codecs(),
-            {b.id: make_placement(b, gradient_tier=tier) for b in self.buckets},
+        transport: Any = SimpleNamespace(
+            counters=self.counters,
+            pool=self.pool,
+            lanes=self.lanes,
+            collectives=self.peers,
+            home_transfers=HomeTransfers(self.counters, self.lanes, NODE),
+            topology=SimpleNamespace(home=lambda scope: None),
         )
+        records: Any = self.records
+        self.accumulation = Accumulation(records, transport)
+        self.bound = {
+            b.id: BoundBucket(
+                b,
+                make_placement(b, gradient_tier=tier),
+                [records[p.name] for p in b.params],
+                BucketCache(b, transport),
+                Generations([]),
+                transport,
+            )
+            for b in self.buckets
+        }
 
     def grad(self, name: str) -> Tensor | None:
         return self.records[name].parameter.grad
@@ -128,15 +143,16 @@ class Rank:
 
     def _reduce(self, bucket: Bucket, value: float, *, accumulates: bool) -> list[Tensor]:
         accumulation, reduced = self.accumulation, getattr(torch, bucket.reduce_dtype)
+        bound = self.bound[bucket.id]
         accumulation.begin_graph(backward_number(), accumulates=accumulates)
         specs = [self.records[p.name].spec for p in bucket.params]
         names = tuple(p.name for p in bucket.params)
         own = torch.full((2 * bucket.slot_elements,), value, dtype=reduced)
         dtype = torch.float32 if accumulates else reduced
-        total = accumulation.collect(bucket, names, own, dtype)
+        total = accumulation.collect(bound, names, own, dtype)
         assert tensor_of(total).dtype is dtype
         if accumulates:
-            accumulation.accumulate(bucket, names, total).wait()
+            accumulation.accumulate(bound, names, total).wait()
             return [torch.full(s.local_shape, -0.0) for s in specs]
         return unpack_grads(
             total.wait().view(2, -1)[NODE],
@@ -173,6 +189,11 @@ def _record(layout: Any, name: str) -> Record:
     shape = layout.local_shape(NODE, 0)
     assert (name == "tiny") == (shape == (0,))
     spec = SimpleNamespace(
-        name=name, layout=layout, local_shape=shape, home_dtype=torch.float32, computes_on=None
+        key=name,
+        name=name,
+        layout=layout,
+        local_shape=shape,
+        home_dtype=torch.float32,
+        computes_on=None,
     )
     return Record(spec=spec, parameter=nn.Parameter(torch.ones(shape)))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from builders_plan import make_bucket, make_placement
+from builders_plan import make_bucket
 from fcdp_compile.devices import Cpu
 from fcdp_compile.params.spec import Home
-from fcdp_compile.plan import Bucket, Placement, Tier
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
+from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.strategy import Life
 
 HOST = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4), why="host")
@@ -27,28 +29,39 @@ SHARD_BYTES = 8 * 4
 CPU = torch.device("cpu")
 
 
-class Cache(NodeShardCache):
-    """A cache whose plan places each bucket that it is given as the bucket's reason says."""
+class Cache:
+    """The caches of some buckets; a bucket's reason names the tier where its plan wants it."""
 
     def __init__(self, counters: Counters, pool: PinnedPool, lanes: Lanes) -> None:
-        self.plan: dict[int, Placement] = {}
-        super().__init__(counters, pool, lanes, self.plan)
+        self.transport: Any = SimpleNamespace(
+            counters=counters, pool=pool, lanes=lanes, device_memory=None
+        )
+        self._of: dict[int, BucketCache] = {}
 
-    def _placed(self, bucket: Bucket) -> Bucket:
-        self.plan[bucket.id] = make_placement(bucket, tier=Tier(bucket.why))
-        return bucket
+    def of(self, bucket: Bucket) -> BucketCache:
+        return self._of.setdefault(bucket.id, BucketCache(bucket, self.transport))
 
-    def store(self, bucket: Bucket, *values: Any) -> Any:
-        return super().store(self._placed(bucket), *values)
+    def store(self, bucket: Bucket, node_shard: Any, generation: int) -> Pending:
+        return self.of(bucket).store(Tier(bucket.why), node_shard, generation)
+
+    def load(self, bucket: Bucket, generation: int) -> Pending:
+        return self.of(bucket).load(generation)
 
     def make_room(self, bucket: Bucket) -> None:
-        super().make_room(self._placed(bucket))
+        self.of(bucket).make_room()
 
     def wants_in_full(self, bucket: Bucket) -> bool:
-        return super().wants_in_full(self._placed(bucket))
+        return self.of(bucket).wants_in_full(Tier(bucket.why))
 
     def agree_in_full(self, bucket: Bucket, home: Home, *, agreed: bool) -> None:
-        super().agree_in_full(self._placed(bucket), home, agreed=agreed)
+        self.of(bucket).agree_in_full(Tier(bucket.why), home, agreed=agreed)
+
+    def host_bytes(self) -> int:
+        return sum(cache.host_bytes for cache in self._of.values())
+
+    @property
+    def fallen_back(self) -> int:
+        return sum(cache.has_fallen_back for cache in self._of.values())
 
 
 def until_backward(bucket: Bucket) -> Bucket:
@@ -57,7 +70,7 @@ def until_backward(bucket: Bucket) -> Bucket:
     return replace(bucket, strategy=strategy)
 
 
-def make() -> tuple[NodeShardCache, Counters]:
+def make() -> tuple[Cache, Counters]:
     counters = Counters()
     lanes = Lanes(Cpu(), is_blocking=True)
     return Cache(counters, PinnedPool(Cpu()), lanes), counters

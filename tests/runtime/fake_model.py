@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,10 @@ from torch.fx import GraphModule
 from builders_graph import Lowered
 from fcdp_compile.devices import Cpu
 from fcdp_compile.params.layout import choose_dim
-from fcdp_compile.plan import LANES, Direction, Kind, Placement, Tier, Variant
-from fcdp_compile.runtime.cache.codecs import Codecs
+from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Placement, Tier, Variant
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.collectives.word_of_all import Telling
@@ -76,38 +77,67 @@ class Collectives:
         return pending
 
 
-class Placements(dict[int, Placement]):
-    """Places every bucket as its strategy wants, or in one tier."""
+class FakeModel(SimpleNamespace):
+    """The part of a ShardedModel that programs use; all buckets wait as the strategy wants, or in one tier.
 
-    def __init__(self, strategy: str, tier: Tier | None) -> None:
+    shards: the home shard of each parameter, by name, for gathers without a graph.
+    """
+
+    def __init__(self, strategy: str, tier: Tier | None, shards: Mapping[str, Tensor]) -> None:
+        device = Cpu()
+        counters, lanes = Counters(), Lanes(device, is_blocking=True)
         caches = {Cache.NONE: Tier.NONE, Cache.GPU: Tier.GPU}
         self._tier = tier or caches.get(Strategy.parse(strategy).cache, Tier.HOST)
+        self._shards = shards
+        self._caches: dict[int, BucketCache] = {}
+        self.current = 0  # the generation
+        super().__init__(
+            collectives=Collectives(counters, lanes),
+            counters=counters,
+            lanes=lanes,
+            exposure=Exposure(device),
+            home_transfers=HomeTransfers(counters, lanes, node=0),
+            pool=PinnedPool(device),
+            device_memory=None,
+            topology=SimpleNamespace(home=lambda scope: None),
+            seams=SimpleNamespace(take=lambda kind, bucket, generation: None, fail=lambda: None),
+            validity=SimpleNamespace(notice=lambda buckets: None),
+        )
 
-    def __missing__(self, bucket: int) -> Placement:
-        return Placement(bucket=bucket, tier=self._tier, gradient_tier=Tier.HOST, why="")
+    def bind(self, bucket: Bucket) -> BoundBucket:
+        """The bucket; its cache is the same each time."""
+        model: Any = self  # it is its own Transport
+        cache = self._caches.setdefault(bucket.id, BucketCache(bucket, model))
+        placement = Placement(bucket=bucket.id, tier=self._tier, gradient_tier=Tier.HOST, why="")
+        generations: Any = SimpleNamespace(of=lambda keys: self.current)
+        records: Any = [
+            SimpleNamespace(
+                spec=SimpleNamespace(key=p.name),
+                local=partial(self._shards.get, p.name),
+                living=lambda: True,
+            )
+            for p in bucket.params
+        ]
+        return BoundBucket(bucket, placement, records, cache, generations, model)
 
 
-def fake_model(strategy: str = "fcdp", tier: Tier | None = None) -> Any:
+def fake_model(
+    strategy: str = "fcdp", tier: Tier | None = None, shards: Mapping[str, Tensor] | None = None
+) -> Any:
     """The part of a ShardedModel that programs use."""
-    counters = Counters()
-    lanes = Lanes(Cpu(), is_blocking=True)
-    placements = Placements(strategy, tier)
-    model = SimpleNamespace(
-        collectives=Collectives(counters, lanes),
-        cache=NodeShardCache(counters, PinnedPool(Cpu()), lanes, placements),
-        placements=placements,
-        counters=counters,
-        lanes=lanes,
-        exposure=Exposure(Cpu()),
-        codecs=Codecs(),
-        home_transfers=HomeTransfers(counters, lanes, node=0),
-        seams=SimpleNamespace(take=lambda kind, bucket, generation: None, fail=lambda: None),
-        current=0,
-    )
-    model.validity = SimpleNamespace(
-        generation=lambda bucket: model.current, notice=lambda buckets: None
-    )
-    return model
+    return FakeModel(strategy, tier, shards or {})
+
+
+class BoundProgram(Program):
+    """A program that binds its buckets to the model that it runs on."""
+
+    def __init__(self, made: Lowered, gm: GraphModule, segments: dict[str, Any]) -> None:
+        super().__init__(gm, segments, number=0)
+        self._made = made
+
+    def run(self, model: Any, args: list[Any], **options: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        buckets = {i: model.bind(bucket) for i, bucket in self._made.buckets.items()}
+        return super().run(model, buckets, args, **options)
 
 
 def program(
@@ -115,11 +145,11 @@ def program(
     direction: Direction,
     variant: Variant = Variant.COLD,
     wrap: Callable[[Any], Any] = lambda f: f,
-) -> Program:
+) -> BoundProgram:
     gm: GraphModule = made.graphs[direction, variant]
     names = [str(n.target) for n in gm.graph.find_nodes(op="call_module")]
     segments = {n: wrap(boxed(gm.get_submodule(n))) for n in names}
-    return Program(gm, segments, made.buckets, number=0)
+    return BoundProgram(made, gm, segments)
 
 
 def same_on_all_ranks() -> tuple[dict[str, Tensor], list[Tensor]]:

@@ -91,8 +91,8 @@ class TestSums:
 
         def run() -> list[Tensor]:
             rank.accumulation.begin_graph(backward_number(), accumulates=True)
-            total = rank.accumulation.collect(bucket, NAMES, own, torch.float32)
-            rank.accumulation.accumulate(bucket, NAMES, total).wait()
+            total = rank.accumulation.collect(rank.bound[bucket.id], NAMES, own, torch.float32)
+            rank.accumulation.accumulate(rank.bound[bucket.id], NAMES, total).wait()
             return [torch.full_like(rank.records[n].parameter, -0.0) for n in NAMES]
 
         GradientsOf.apply(run, *[rank.records[n].parameter for n in NAMES]).backward()
@@ -106,7 +106,7 @@ class TestSums:
         rank.accumulate(256, 1)
         rank.loss(5, accumulates=False, bucket=1).backward()
         rank.check(256)  # 257 in the reduce dtype
-        assert not rank.accumulation.waits_for([0, 1])
+        assert not rank.accumulation.waits_for([rank.bound[0], rank.bound[1]])
         assert rank.accumulation.settle() == []
 
 
@@ -126,7 +126,7 @@ class TestClearing:
         rank.accumulate(1)
         rank.clear(*NAMES, set_to_none=set_to_none)
         assert rank.accumulation.settle() == []
-        assert not rank.accumulation.waits_for([0])
+        assert not rank.accumulation.waits_for([rank.bound[0]])
         for _ in range(2):  # first from negative zeros, then from positive zeros
             rank.accumulate(10)
             rank.clear(*NAMES, set_to_none=set_to_none)

@@ -25,9 +25,9 @@ from tests.runtime.cached import GPU, HOST, OTHER, SHARD_BYTES, Cache, make, sha
 @pytest.mark.parametrize("bucket", [HOST, GPU])
 def test_what_was_stored_is_loaded(bucket) -> None:
     cache, _ = make()
-    assert cache.generation(0) is None
+    assert cache.of(HOST).generation is None
     assert torch.equal(cache.store(bucket, shard(1), 3).wait(), shard(1))
-    assert cache.generation(0) == 3
+    assert cache.of(HOST).generation == 3
     for _ in range(3):
         assert torch.equal(cache.load(bucket, 3).wait(), shard(1))
 
@@ -82,9 +82,9 @@ def test_a_slab_serves_all_copies_of_its_bucket_until_it_is_dropped(life: Life) 
     assert len(addresses) == 1
     cache.store(OTHER, shard(1)[:4], 1).wait()
     assert pool.slab_bytes == 2 * mmap.PAGESIZE
-    cache.drop(0)
+    cache.of(HOST).drop()
     assert pool.slab_bytes == mmap.PAGESIZE
-    cache.drop(1)
+    cache.of(OTHER).drop()
     assert pool.slab_bytes == cache.host_bytes() == 0
     assert torch.equal(loaded, shard(2))
 
@@ -105,9 +105,9 @@ def test_what_was_never_stored_or_was_dropped_is_refused() -> None:
         cache.load(HOST, 0)
     cache.store(HOST, shard(1), 1).wait()
     cache.store(OTHER, torch.ones(4), 1).wait()
-    cache.drop(0)
-    cache.drop(5)  # never there
-    assert cache.generation(0) is None
+    cache.of(HOST).drop()
+    cache.of(replace(HOST, id=5)).drop()  # never there
+    assert cache.of(HOST).generation is None
     with pytest.raises(StaleParameterError):
         cache.load(HOST, 1)
     assert torch.equal(cache.load(OTHER, 1).wait(), torch.ones(4))
@@ -136,7 +136,7 @@ class TestUntilBackward:
         cache, _ = make()
         cache.store(BRIEF[1], shard(1), 1).wait()
         cache.load(BRIEF[1], 1).wait()
-        assert cache.generation(0) is None
+        assert cache.of(HOST).generation is None
         with pytest.raises(StaleParameterError):
             cache.load(BRIEF[1], 1)
 
@@ -156,7 +156,7 @@ class TestUntilBackward:
             else:
                 with pytest.raises(StaleParameterError):
                     cache.load(bucket, 1)
-            assert (cache.generation(0) is None) == (pending == 0)
+            assert (cache.of(HOST).generation is None) == (pending == 0)
 
     @pytest.mark.parametrize("bucket", BRIEF)
     def test_a_new_generation_takes_the_place_of_the_old(self, bucket) -> None:
@@ -166,7 +166,7 @@ class TestUntilBackward:
         with pytest.raises(StaleParameterError):
             cache.load(bucket, 1)
         assert torch.equal(cache.load(bucket, 2).wait(), shard(2))
-        assert cache.generation(0) is None
+        assert cache.of(HOST).generation is None
 
 
 @pytest.mark.parametrize("bucket", [HOST, GPU])

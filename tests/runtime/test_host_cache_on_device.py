@@ -11,10 +11,19 @@ import torch
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.pending import Pending
-from tests.runtime.cached import FULL, GPU, HOST, OTHER, SHARD_BYTES, make, shard, until_backward
+from tests.runtime.cached import (
+    FULL,
+    GPU,
+    HOST,
+    OTHER,
+    SHARD_BYTES,
+    Cache,
+    make,
+    shard,
+    until_backward,
+)
 
 _memory = partial(DeviceMemory, serves=1)
 
@@ -23,9 +32,11 @@ class TestWhenTheDeviceIsFull:
     """Buckets planned for the device go to the host, and the cache reports their real tier."""
 
     @staticmethod
-    def cache(used: list[int]) -> tuple[NodeShardCache, Counters]:
+    def cache(used: list[int]) -> tuple[Cache, Counters]:
         cache, counters = make()
-        cache.memory = _memory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
+        cache.transport.device_memory = _memory(
+            capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0]
+        )
         return cache, counters
 
     def test_a_full_device_sends_it_to_the_host(self) -> None:
@@ -38,7 +49,7 @@ class TestWhenTheDeviceIsFull:
         assert torch.equal(loaded, kept)
         assert counters.sent == {Kind.STORE.value: SHARD_BYTES, Kind.LOAD.value: SHARD_BYTES}
         assert (cache.host_bytes(), cache.fallen_back) == (SHARD_BYTES, 1)
-        found = cache.node_shard(0, 1, TestInFull.TOPOLOGY)
+        found = cache.of(HOST).node_shard(1, TestInFull.TOPOLOGY)
         assert found is not None
         assert torch.equal(found, kept)
 
@@ -48,7 +59,7 @@ class TestWhenTheDeviceIsFull:
         slab = cache.store(GPU, shard(1), 1).wait().data_ptr()
         used[0] = 0
         assert cache.store(GPU, shard(2), 2).wait().data_ptr() == slab
-        cache.drop(0)
+        cache.of(HOST).drop()
         kept = shard(3)
         cache.store(GPU, kept, 3).wait()
         assert cache.load(GPU, 3).wait() is kept
@@ -67,13 +78,15 @@ class TestWhenTheDeviceIsFull:
         used = [0]
         brief = until_backward(GPU)
         cache, _ = make()
-        cache.memory = _memory(capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0])
+        cache.transport.device_memory = _memory(
+            capacity_bytes=100, threshold=0.5, used_bytes=lambda: used[0]
+        )
         cache.store(brief, shard(1), 1).wait()
         used[0] = 51
         cache.store(brief, shard(1), 1).wait()
         for _ in range(2):
             assert torch.equal(cache.load(brief, 1).wait(), shard(1))
-        assert cache.generation(0) is None
+        assert cache.of(HOST).generation is None
         assert cache.host_bytes() == 0
 
 
@@ -92,12 +105,12 @@ class TestInFull:
         control=None,
     )
 
-    def kept(self, *, memory: DeviceMemory | None = None) -> tuple[NodeShardCache, Counters]:
+    def kept(self, *, memory: DeviceMemory | None = None) -> tuple[Cache, Counters]:
         cache, counters = make()
-        cache.memory = memory
+        cache.transport.device_memory = memory
         cache.agree_in_full(FULL, self.TOPOLOGY, agreed=True)
         cache.store(FULL, shard(1), 3).wait()
-        cache.keep_full(FULL, 3, Pending(self.full()))
+        cache.of(FULL).keep_full(Pending(self.full()), 3)
         return cache, counters
 
     @staticmethod
@@ -112,25 +125,25 @@ class TestInFull:
         cache.store(FULL, given_shard, 3).wait()
         del given_shard
         assert not cache.load(FULL, 3).is_full
-        cache.keep_full(FULL, 3, Pending(self.full()))
+        cache.of(FULL).keep_full(Pending(self.full()), 3)
         assert alive() is None
         for _ in range(2):
             loaded = cache.load(FULL, 3)
             assert loaded.is_full
             assert torch.equal(loaded.wait(), self.full())
         assert counters.sent == {Kind.STORE.value: 0, Kind.LOAD.value: 0}
-        found = cache.node_shard(0, 3, self.TOPOLOGY)
+        found = cache.of(HOST).node_shard(3, self.TOPOLOGY)
         assert found is not None
         assert torch.equal(found, shard(2)), "this rank's part"
 
     def test_it_is_not_kept_unless_agreed_or_of_another_generation(self) -> None:
         cache, _ = make()
         cache.store(FULL, shard(1), 3).wait()
-        cache.keep_full(FULL, 3, Pending(self.full()))
+        cache.of(FULL).keep_full(Pending(self.full()), 3)
         assert not cache.load(FULL, 3).is_full
         cache.agree_in_full(FULL, self.TOPOLOGY, agreed=True)
-        cache.keep_full(FULL, 2, Pending(self.full()))
-        cache.keep_full(OTHER, 3, Pending(self.full()))
+        cache.of(FULL).keep_full(Pending(self.full()), 2)
+        cache.of(OTHER).keep_full(Pending(self.full()), 3)
         assert not cache.load(FULL, 3).is_full
 
     @pytest.mark.parametrize("bucket", [HOST, GPU])
@@ -157,11 +170,11 @@ class TestInFull:
         cache.store(HOST, shard(1), 3).wait()
         cache.agree_in_full(FULL, self.TOPOLOGY, agreed=True)
         assert torch.equal(cache.load(FULL, 3).wait(), shard(1))
-        cache.keep_full(FULL, 3, Pending(self.full()))
+        cache.of(FULL).keep_full(Pending(self.full()), 3)
         assert cache.host_bytes() == 0
         assert cache.load(FULL, 3).is_full
-        cache.drop(0)
-        assert cache.generation(0) is None
+        cache.of(HOST).drop()
+        assert cache.of(HOST).generation is None
 
 
 class TestMemoryThatBecomesShort:
@@ -171,7 +184,9 @@ class TestMemoryThatBecomesShort:
     def test_a_node_shard_falls_back_when_room_is_made(self, bucket) -> None:
         cache, _ = make()
         used = 0
-        cache.memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: used)
+        cache.transport.device_memory = _memory(
+            capacity_bytes=10, threshold=0.5, used_bytes=lambda: used
+        )
         cache.store(bucket, shard(1), 1).wait()
         cache.make_room(bucket)
         used = 6
@@ -195,9 +210,13 @@ class TestMemoryThatBecomesShort:
     def test_what_is_loaded_for_the_last_time_is_let_go(self) -> None:
         brief = until_backward(GPU)
         cache, _ = make()
-        cache.memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 0)
+        cache.transport.device_memory = _memory(
+            capacity_bytes=10, threshold=0.5, used_bytes=lambda: 0
+        )
         cache.store(brief, shard(1), 1).wait()
-        cache.memory = _memory(capacity_bytes=10, threshold=0.5, used_bytes=lambda: 6)
+        cache.transport.device_memory = _memory(
+            capacity_bytes=10, threshold=0.5, used_bytes=lambda: 6
+        )
         assert torch.equal(cache.load(brief, 1).wait(), shard(1))
         cache.make_room(brief)
-        assert (cache.host_bytes(), cache.generation(0)) == (0, None)
+        assert (cache.host_bytes(), cache.of(HOST).generation) == (0, None)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from builders_graph import Where, lower_toy
 from fcdp_compile.errors import StaleParameterError
-from fcdp_compile.plan import Bucket, Direction, Kind, Variant
+from fcdp_compile.plan import Direction, Kind, Variant
 from fcdp_compile.runtime.program import Program
 from tests.runtime.fake_model import fake_model, program, same_on_all_ranks
 
@@ -137,7 +137,7 @@ def test_an_argument_that_nobody_reads_is_dropped_before_the_start() -> None:
         return call
 
     model = fake_model()
-    model.cache.store(made.buckets[0], torch.ones(16), 0).wait()
+    model.bind(made.buckets[0]).store(torch.ones(16), 0).wait()
     running = program(made, Direction.FORWARD, Variant.WARM, wrap=wrap)
     args = [unused, torch.ones(2, 4), X]
     del unused
@@ -246,10 +246,3 @@ class TestGenerations:
         for y, *saved in (first, second):
             dx, *_ = backward.run(model, [*saved, T])
             assert torch.equal(dx * saved[0], y * T)
-
-
-def test_buckets_are_looked_up_when_the_program_is_made() -> None:
-    made = lower_toy(EVEN, WHERE, segmented=True)
-    buckets: dict[int, Bucket] = {}
-    with pytest.raises(KeyError):
-        Program(made.backward, {}, buckets, number=0)

@@ -14,11 +14,11 @@ from builders_graph import Where, lower_toy
 from fcdp_compile.devices import Cpu
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.passes.describe import describe
-from fcdp_compile.plan import Bucket, Direction, Placement, Plan, Variant
+from fcdp_compile.plan import Direction, Plan, Variant
+from fcdp_compile.runtime.buckets.validity import Verdict
 from fcdp_compile.runtime.collectives.agreement import About
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.exposure import Exposure
-from fcdp_compile.runtime.parameters.validity import Verdict
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Strategy
 
@@ -37,8 +37,8 @@ class Accumulation:
         assert number == -1, "there is no backward here"
         self.begun.append(accumulates)
 
-    def waits_for(self, bucket_ids: list[int]) -> bool:
-        return not set(self.waiting).isdisjoint(bucket_ids)
+    def waits_for(self, buckets: Iterable[Any]) -> bool:
+        return any(b.id in self.waiting for b in buckets)
 
 
 class Model:
@@ -54,7 +54,7 @@ class Model:
         self.given_way: list[int] = []
         self.modes: list[str] = []
         self.accumulation = Accumulation()
-        self.placements: dict[int, Placement] = {}
+        self.bound: dict[int, dict[int, Any]] = {}
         self.counters = Counters()
         self.exposure = Exposure(Cpu())
         self.collectives = SimpleNamespace()
@@ -69,25 +69,35 @@ class Model:
         self.batches = SimpleNamespace(compare=lambda direction, inputs: None)
         self.outside = SimpleNamespace(give_way=self.given_way.extend)
         self.validity = SimpleNamespace(check=self.check)
-        self.upkeep = SimpleNamespace(
-            refresh=lambda b: self.refreshed.append(b.id),
-            release_shards=lambda b: self.released.append(b.id),
-        )
         self.optimizer_hooks = SimpleNamespace(note_backward=lambda *, accumulates: None)
 
     def refuse_stepped(self, keys: Iterable[str]) -> None:
         """Nothing was stepped."""
 
     def check(
-        self, buckets: list[Bucket], about: About, *, is_given: bool, is_outdated: bool
+        self, buckets: list[Any], about: About, *, is_given: bool, is_outdated: bool
     ) -> Verdict:
         self.modes.append(about.mode)
         self.asked = [b.id for b in buckets]
         stale = {b.id: b.id in self.stale_ids for b in buckets}
         return Verdict(stale=stale, refused={}, is_given=is_given, is_outdated=is_outdated)
 
-    def release_rivals(self, bucket: Bucket) -> None:
+    def release_rivals(self, bucket: Any) -> None:
         self.replaced.append(bucket.id)
+
+    def bind(self, plan: Plan) -> None:
+        """What a plan's run asks of its buckets."""
+        self.bound[plan.graph] = {
+            b.id: SimpleNamespace(
+                id=b.id,
+                bucket=b,
+                placement=placement,
+                keys=[b.id],
+                refresh=partial(self.refreshed.append, b.id),
+                release_shards=partial(self.released.append, b.id),
+            )
+            for b, placement in plan.placed
+        }
 
 
 def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan, Model, list[str]]:
@@ -114,11 +124,13 @@ def compiled(strategy: str, host_bytes: int | None = None) -> tuple[CompiledPlan
         schedules=tuple(describe(gm, made.contexts[k]) for k, gm in graphs.items()),
     )
     assert [b.frozen for b in plan.buckets][:3] == [False, True, False]
+    model.bind(plan)
     bound = CompiledPlan(plan, model)
 
     def program(name: str) -> Any:
         def run(
             model: Model,
+            buckets: dict[int, Any],
             args: list[Any],
             *,
             accumulates: bool = False,
@@ -233,6 +245,7 @@ def _note(
     ran: list[str],
     name: str,
     model: Model,
+    buckets: dict[int, Any],
     args: list[Any],
     *,
     accumulates: bool,

@@ -7,6 +7,8 @@ fail in between.
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +16,13 @@ from torch import Tensor
 from fcdp_compile.devices import CheckedDevice
 from fcdp_compile.params.spec import Home
 from fcdp_compile.plan import Lane, Tier
+from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
-from tests.builders_plan import make_bucket, make_placement
+from tests.builders_plan import make_bucket
 from tests.runtime.simulated_device import SimulatedDevice
 
 BUCKET = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4))
@@ -34,13 +36,17 @@ class OnTheWay:
         self.is_on_host = tier is Tier.HOST
         self.device = CheckedDevice(SimulatedDevice(0))
         self._lanes = Lanes(self.device, is_blocking=False)
-        pool = PinnedPool(self.device)
-        placements = {BUCKET.id: make_placement(BUCKET, tier=tier)}
-        self.cache = NodeShardCache(Counters(), pool, self._lanes, placements)
+        self.tier = tier
         self.used_bytes = 0
-        self.cache.memory = DeviceMemory(
-            capacity_bytes=10, threshold=0.5, used_bytes=lambda: self.used_bytes, serves=1
+        transport: Any = SimpleNamespace(
+            counters=Counters(),
+            pool=PinnedPool(self.device),
+            lanes=self._lanes,
+            device_memory=DeviceMemory(
+                capacity_bytes=10, threshold=0.5, used_bytes=lambda: self.used_bytes, serves=1
+            ),
         )
+        self.cache = BucketCache(BUCKET, transport)
 
     def gather(self, lane: Lane, sent: Tensor) -> Pending:
         """A collective that has been started."""
@@ -55,11 +61,10 @@ class OnTheWay:
 
     def full(self) -> None:
         """Keep a whole bucket."""
-        self.cache.agree_in_full(BUCKET, HOME, agreed=True)
-        self.cache.store(BUCKET, self.node_shard(), 1)
-        self.cache.keep_full(
-            BUCKET, 1, self.gather(Lane.INTRA, torch.cat([torch.ones(8), torch.ones(8)]))
-        )
+        self.cache.agree_in_full(self.tier, HOME, agreed=True)
+        self.cache.store(self.tier, self.node_shard(), 1)
+        full = self.gather(Lane.INTRA, torch.cat([torch.ones(8), torch.ones(8)]))
+        self.cache.keep_full(full, 1)
 
 
 def read(pending: Pending) -> None:
@@ -68,47 +73,47 @@ def read(pending: Pending) -> None:
 
 
 def store_and_use(at: OnTheWay) -> None:
-    stored = at.cache.store(BUCKET, at.node_shard(), 1)
+    stored = at.cache.store(at.tier, at.node_shard(), 1)
     if not at.is_on_host:  # compute cannot read host memory
         read(stored)
 
 
 def store_and_load(at: OnTheWay) -> None:
-    at.cache.store(BUCKET, at.node_shard(), 1)
-    read(at.cache.load(BUCKET, 1))
+    at.cache.store(at.tier, at.node_shard(), 1)
+    read(at.cache.load(1))
 
 
 def copy_to_the_python_thread(at: OnTheWay) -> None:
-    at.cache.store(BUCKET, at.node_shard(), 1)
-    found = at.cache.node_shard(BUCKET.id, 1, HOME)
+    at.cache.store(at.tier, at.node_shard(), 1)
+    found = at.cache.node_shard(1, HOME)
     assert found is not None
     if at.is_on_host:
         at.device.check.note([found], [], "the Python thread")
 
 
 def fall_back_as_it_is_loaded(at: OnTheWay) -> None:
-    at.cache.store(BUCKET, at.node_shard(), 1)
+    at.cache.store(at.tier, at.node_shard(), 1)
     at.used_bytes = 6
-    at.cache.make_room(BUCKET)
-    read(at.cache.load(BUCKET, 1))
-    read(at.cache.load(BUCKET, 1))
+    at.cache.make_room()
+    read(at.cache.load(1))
+    read(at.cache.load(1))
 
 
 def load_in_full(at: OnTheWay) -> None:
     at.full()
-    read(at.cache.load(BUCKET, 1))
+    read(at.cache.load(1))
 
 
 def give_up_in_full(at: OnTheWay) -> None:
     at.full()
-    at.cache.agree_in_full(BUCKET, HOME, agreed=False)
-    read(at.cache.load(BUCKET, 1))
+    at.cache.agree_in_full(at.tier, HOME, agreed=False)
+    read(at.cache.load(1))
 
 
 def let_go_of_what_is_given_up(at: OnTheWay) -> None:
     load_in_full(at)
     before = at.device.check.alive_bytes()
-    at.cache.agree_in_full(BUCKET, HOME, agreed=False)
+    at.cache.agree_in_full(at.tier, HOME, agreed=False)
     assert at.device.check.alive_bytes() < before, "the whole bucket is still held"
 
 

@@ -199,17 +199,16 @@ def evaluate_too(job: Job) -> None:
 def gather_again(job: Job) -> None:
     """Frozen buckets are gathered anew; only the cache keeps anything on the device."""
     model = state_of(job.model)
-    known = {b.id: b for key in model.records for b in model.buckets.of(key) if b.frozen}
+    known = {b.id: b for key in model.records for b in model.buckets.of(key) if b.bucket.frozen}
     for bucket in known.values():
-        model.records.shards(bucket)  # loads shards that only the cache has
-        model.cache.drop(bucket.id)
+        bucket.give_up()
         before = job.alive_bytes()
         with job.device.watching("what gathers again"):
-            model.upkeep.refresh(bucket)
-        if model.placements[bucket.id].tier is Tier.HOST:
+            bucket.refresh()
+        if bucket.placement.tier is Tier.HOST:
             assert job.alive_bytes() == before, f"bucket {bucket.id} left something on the device"
-            model.upkeep.release_shards(bucket)
-            held = [r.places()[0].held for r in model.records.of(bucket)]  # type: ignore[attr-defined]
+            bucket.release_shards()
+            held = [r.places()[0].held for r in bucket.records]  # type: ignore[attr-defined]
             assert all(shard.untyped_storage().nbytes() == 0 for shard in held), "not released"
 
 

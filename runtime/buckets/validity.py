@@ -20,13 +20,12 @@ from torch import Tensor
 
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.seals.fingerprint import fingerprints
 from fcdp_compile.params.seals.seal import Seal, seal
-from fcdp_compile.plan import Bucket
-from fcdp_compile.runtime.cache.host_cache import NodeShardCache
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import About, any_rank
 from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.parameters.generations import Generations
 from fcdp_compile.runtime.parameters.record import Records
 from fcdp_compile.runtime.parameters.unset import Unset
 
@@ -54,25 +53,22 @@ class Validity:
 
     def __init__(
         self,
-        topology: Topology,
         records: Records,
         unset: Unset,
-        cache: NodeShardCache,
+        generations: Generations,
         collectives: Collectives,
     ) -> None:
-        self._topology = topology
         self._records = records
         self._unset = unset
-        self._cache = cache
+        self._generations = generations
         self._collectives = collectives
         self._seals = Seals()
-        self.generations = Generations(records)
 
     # --- before a graph runs ------------------------------------------------------------------------------
 
     def check(
         self,
-        buckets: Sequence[Bucket],
+        buckets: Sequence[BoundBucket],
         about: About,
         *,
         is_given: bool = False,
@@ -89,13 +85,13 @@ class Validity:
         self.apply(buckets, seen, agreed)
         return agreed
 
-    def look(self, buckets: Sequence[Bucket], *, is_given: bool, is_outdated: bool) -> Verdict:
+    def look(self, buckets: Sequence[BoundBucket], *, is_given: bool, is_outdated: bool) -> Verdict:
         """This rank's findings on these buckets; asks no other rank."""
         self.notice(buckets)
-        choosing = [b for b in buckets if b.strategy.may_keep_full and b.ranks_per_node > 1]
+        of = [b for b in buckets if b.bucket.strategy.may_keep_full and b.bucket.ranks_per_node > 1]
         return Verdict(
-            stale={b.id: self._cache.generation(b.id) != self.generation(b) for b in buckets},
-            refused={b.id: not self._cache.wants_in_full(b) for b in choosing},
+            stale={b.id: b.cache.generation != b.generation for b in buckets},
+            refused={b.id: not b.cache.wants_in_full(b.placement.tier) for b in of},
             is_given=is_given,
             is_outdated=is_outdated,
         )
@@ -113,63 +109,40 @@ class Validity:
             is_outdated=is_outdated,
         )
 
-    def apply(self, buckets: Sequence[Bucket], seen: Verdict, agreed: Verdict) -> None:
+    def apply(self, buckets: Sequence[BoundBucket], seen: Verdict, agreed: Verdict) -> None:
         """Give outdated copies another generation, and keep buckets whole if all ranks want that."""
         for bucket in buckets:
             if agreed.stale[bucket.id] and not seen.stale[bucket.id]:
                 # Another rank's shard changed: the copy here is as outdated as there.
-                self.values_changed(self._records.keys_of(bucket))
+                self.values_changed(bucket.keys)
         for bucket in buckets:
-            if bucket.id not in agreed.refused:
-                continue
-            home = self._topology.home(bucket.strategy.home)
-            self._cache.agree_in_full(bucket, home, agreed=not agreed.refused[bucket.id])
+            if bucket.id in agreed.refused:
+                is_agreed = not agreed.refused[bucket.id]
+                bucket.cache.agree_in_full(bucket.placement.tier, bucket.home, agreed=is_agreed)
 
     # --- what has changed ---------------------------------------------------------------------------------
 
-    def notice(self, buckets: Sequence[Bucket]) -> None:
+    def notice(self, buckets: Sequence[BoundBucket]) -> None:
         """Give a new generation to parameters of these buckets that may have changed since the last call.
 
         Buckets that every rank has whole are skipped, as they are never gathered again: autograd has saved
         their parameters for the backward, and sees every change except those by optimizers, which change
         generations.
         """
-        keys = dict.fromkeys(k for b in buckets if b.ranks > 1 for k in self._records.keys_of(b))
+        keys = dict.fromkeys(k for b in buckets if b.bucket.ranks > 1 for k in b.keys)
         if found := self._seals.changed({key: self._records[key].parameter() for key in keys}):
             self.values_changed(found)
             for key in found:
                 self._records[key].peek()  # raises if it was replaced by no home shard
 
-    def generation(self, bucket: Bucket) -> int:
-        """The generation of a bucket's parameters."""
-        return self.generations.of(self._records.keys_of(bucket))
-
     def values_changed(self, keys: Iterable[str] | None = None) -> None:
         """Note that the values of these parameters, or of all without `keys`, have changed."""
-        self.generations.change(self._records if keys is None else keys)
+        self._generations.change(self._records if keys is None else keys)
 
     def values_arrived(self, keys: Sequence[str], buffers: Iterable[str] = ()) -> None:
         """Note that these parameters (by key) and buffers (by name) were written as a whole."""
         self._unset.arrived(keys, buffers)
         self.values_changed(keys)
-
-
-class Generations:
-    """Generations of a model's parameters; every rank makes the same calls and has the same numbers."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._clock = 0
-        self._of = dict.fromkeys(keys, 0)
-
-    def change(self, keys: Iterable[str]) -> None:
-        """Note that the values of these parameters have changed."""
-        self._clock += 1
-        for key in keys:
-            self._of[key] = self._clock
-
-    def of(self, keys: Iterable[str]) -> int:
-        """The generation of a bucket of these parameters."""
-        return max((self._of[key] for key in keys), default=0)
 
 
 def read(values: Tensor) -> list[Any]:
