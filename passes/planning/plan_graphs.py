@@ -28,7 +28,7 @@ from fcdp_compile.passes.pipeline import (
 )
 from fcdp_compile.passes.planning.book import BucketBook, ByKey, buckets_by_key
 from fcdp_compile.passes.stamp import stamp
-from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Variant
+from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,14 +167,18 @@ def plan_accumulation(
     ctx: `Planned.backward`.
     """
     ctx = book.fit_gradients(backward, ctx)
-    placements = {p.bucket: p for p in plan.placements}
+    placements = {
+        p.bucket: p if ctx.placements[p.bucket].accumulates else replace(p, gradient_tier=Tier.NONE)
+        for p in plan.placements
+    }
     graphs: dict[Key, GraphModule] = {}
     schedules: list[Schedule] = []
     for variant in (Variant.ACCUMULATE, Variant.COLLECT):
         lowered, described = lower_variant(backward, replace(ctx, variant=variant), stages)
         graphs[Direction.BACKWARD, variant] = lowered
         schedules.append(place_steps(described, placements))
-    return replace(plan, schedules=(*plan.schedules, *schedules)), graphs
+    schedules = [*plan.schedules, *schedules]
+    return replace(plan, placements=tuple(placements.values()), schedules=tuple(schedules)), graphs
 
 
 def _stamp(graphs: Graphs, num_fwd_outputs: int, stages: Stages | None) -> None:

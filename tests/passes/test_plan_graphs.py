@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from builders_graph import Where, make_context, make_specs, toy_forward
+import pytest
+
+from builders_graph import Where, make_context, make_specs, toy_backward, toy_forward
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.planning.book import BucketBook
-from fcdp_compile.passes.planning.plan_graphs import plan_graphs
-from fcdp_compile.plan import Direction, Plan, Tier
+from fcdp_compile.passes.planning.plan_graphs import plan_accumulation, plan_graphs
+from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
 
 
 def _context(where: Where) -> PassContext:
@@ -42,3 +44,25 @@ def test_a_rank_alone_in_its_node_has_the_whole_bucket_anyway() -> None:
     context = _context(Where(ranks_per_node=1))
     (kept,) = _plan("a", BucketBook(context.specs), context).placements
     assert kept.tier is Tier.GPU
+
+
+@pytest.mark.parametrize("room_for", [0, 1, 2])
+def test_a_plan_says_which_gradients_really_wait(room_for: int) -> None:
+    """The host has room for all node shards, and for the waiting gradients of some of the two buckets."""
+    where = Where()
+    specs = make_specs({"a": (64, 64), "b": (64, 64)}, where)
+    each = 2 * 64 * 64 // 4 * 4  # a node shard, and a bucket's gradients reduced within the node
+    context = make_context(specs, where, bucket_bytes=1, host_bytes=(2 + room_for) * each)
+    book = BucketBook(context.specs)
+    graphs = {
+        Direction.FORWARD: toy_forward(context.specs),
+        Direction.BACKWARD: toy_backward(context.specs),
+    }
+    room = Room(capacity_bytes=None, threshold=1.0)
+    planned = plan_graphs(graphs, book, room, context, number=0, num_fwd_outputs=1)
+    assert planned.backward is not None
+    plan, _ = plan_accumulation(planned.plan, graphs[Direction.BACKWARD], book, planned.backward)
+    (schedule,) = (s for s in plan.schedules if s.variant is Variant.ACCUMULATE)
+    accumulated = {s.bucket for s in schedule.steps if s.kind is Kind.ACCUMULATE}
+    assert len(accumulated) == room_for
+    assert {p.bucket for p in plan.placements if p.accumulates} == accumulated
