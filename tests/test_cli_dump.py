@@ -287,9 +287,9 @@ def test_one_damaged_plan_stops_it_all(
     folder: Path, table_format: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder / "graph-001.plan.json"
-    path.write_text(to_json(make_plan()).replace('"lane": "inter"', '"lane": "intra"'))
+    path.write_text(to_json(make_plan()).replace('"lane": "inter"', '"lane": "other"'))
     line = refusal(capsys, "dump", str(folder), "--format", table_format)
-    assert line.startswith(f"fcdp: {path}: schedules[0].steps[0].lane: is intra, but")
+    assert line.startswith(f'fcdp: {path}: schedules[0].steps[0].lane: is "other", not')
 
 
 def test_a_plan_that_is_a_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -74,7 +74,6 @@ class RecordFormat(Generic[R]):
 
     what: its name in messages, such as "plan".  remedy: what a user with a bad file should do.  error: the
     class of errors.  check: checks a whole record, raising Fault.  check_text: checks the file's text first.
-    check_fields: checks for dataclasses in the record, called with the fields and `path` before one is made.
     """
 
     record: type[R]
@@ -84,7 +83,6 @@ class RecordFormat(Generic[R]):
     error: type[FcdpError]
     check: Callable[[R], None] = _nothing
     check_text: Callable[[str], None] = _nothing
-    check_fields: Mapping[type, Callable[..., None]] = field(default_factory=dict)
 
     def to_json(self, record: R) -> str:
         """Write a record as JSON text: fields in the order of the dataclasses."""
@@ -142,7 +140,7 @@ class RecordFormat(Generic[R]):
             fail("schema", f'is {describe(schema)}, but this version of fcdp reads "{self.schema}"')
         self.check_text(text)
         values = {k: v for k, v in document.items() if k != "schema"}
-        record: R = _Reader(self.check_fields).record(self.record, values, "")
+        record: R = _record(self.record, values, "")
         self.check(record)
         return record
 
@@ -209,53 +207,47 @@ def _bounded_int(digits: str) -> int:
     return -1 if digits.startswith("-") else MAX_INT + 1
 
 
-class _Reader:
-    """Turns values into records by their type hints."""
+def _record(cls: Any, value: object, path: str) -> Any:
+    """Turn a value into a record by its type hints."""
+    if isinstance(value, _Repeated):
+        fail(_join(path, value.key), "appears twice")
+    if not isinstance(value, dict):
+        fail(path, f"is {describe(value)}, not an object")
+    hints = _hints(cls)
+    for f in fields(cls):
+        if f.name not in value and f.metadata != LATER:
+            fail(_join(path, f.name), "is missing")
+    for key in value:
+        if key not in hints:
+            fail(_join(path, key), f"is not a field here; the fields are {', '.join(hints)}")
+    values = {
+        name: _read(hint, value[name], _join(path, name))
+        for name, hint in hints.items()
+        if name in value
+    }
+    try:
+        return cls(**values)
+    except ValueError as error:  # a strategy that does not exist, a link without bandwidth
+        fail(path, f"is impossible: {error}")
 
-    def __init__(self, check_fields: Mapping[type, Callable[..., None]]) -> None:
-        self._check_fields = check_fields
 
-    def record(self, cls: Any, value: object, path: str) -> Any:
-        if isinstance(value, _Repeated):
-            fail(_join(path, value.key), "appears twice")
-        if not isinstance(value, dict):
-            fail(path, f"is {describe(value)}, not an object")
-        hints = _hints(cls)
-        for f in fields(cls):
-            if f.name not in value and f.metadata != LATER:
-                fail(_join(path, f.name), "is missing")
-        for key in value:
-            if key not in hints:
-                fail(_join(path, key), f"is not a field here; the fields are {', '.join(hints)}")
-        values = {
-            name: self._read(hint, value[name], _join(path, name))
-            for name, hint in hints.items()
-            if name in value
-        }
-        if cls in self._check_fields:
-            self._check_fields[cls](**values, path=path)
-        try:
-            return cls(**values)
-        except ValueError as error:  # a strategy that does not exist, a link without bandwidth
-            fail(path, f"is impossible: {error}")
-
-    def _read(self, hint: Any, value: object, path: str) -> Any:
-        if hint is Any:
-            return _read_any(value, path)
-        origin = get_origin(hint)
-        if origin is UnionType:
-            (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
-            return None if value is None else self._read(inner, value, path)
-        if origin is tuple:
-            if not isinstance(value, list):
-                fail(path, f"is {describe(value)}, not a list")
-            item = get_args(hint)[0]
-            return tuple(self._read(item, v, f"{path}[{i}]") for i, v in enumerate(value))
-        if is_dataclass(hint):
-            return self.record(hint, value, path)
-        if issubclass(hint, Enum):
-            return _read_enum(hint, value, path)
-        return _SCALARS[hint](value, path)
+def _read(hint: Any, value: object, path: str) -> Any:
+    if hint is Any:
+        return _read_any(value, path)
+    origin = get_origin(hint)
+    if origin is UnionType:
+        (inner,) = (arg for arg in get_args(hint) if arg is not type(None))
+        return None if value is None else _read(inner, value, path)
+    if origin is tuple:
+        if not isinstance(value, list):
+            fail(path, f"is {describe(value)}, not a list")
+        item = get_args(hint)[0]
+        return tuple(_read(item, v, f"{path}[{i}]") for i, v in enumerate(value))
+    if is_dataclass(hint):
+        return _record(hint, value, path)
+    if issubclass(hint, Enum):
+        return _read_enum(hint, value, path)
+    return _SCALARS[hint](value, path)
 
 
 @cache

@@ -1,17 +1,12 @@
-"""Plans as JSON files; docs/plan-schema.md describes the text.
-
-`plan.check` checks the rules that types cannot express (references, ranges, slots that line up).
-"""
+"""Plans as JSON files; docs/plan-schema.md describes the text."""
 
 from __future__ import annotations
 
 import os
 
 from fcdp_compile.errors import PlanFormatError
-from fcdp_compile.files.json_records import MAX_FILE_BYTES, RecordFormat, one_line
-from fcdp_compile.params.layout import ParamLayout
-from fcdp_compile.plan import SCHEMA, Plan
-from fcdp_compile.plan.check import check_layout, check_plan
+from fcdp_compile.files.json_records import MAX_FILE_BYTES, RecordFormat, fail, one_line
+from fcdp_compile.plan import SCHEMA, Kind, Plan
 from fcdp_compile.plan.diff import diff
 
 __all__ = [
@@ -24,14 +19,38 @@ __all__ = [
     "write_plan",
 ]
 
+
+def _check(plan: Plan) -> None:
+    """Check that references in a plan lead somewhere, because readers follow them without looking.
+
+    Raises: json_records.Fault.
+    """
+    ids = [bucket.id for bucket in plan.buckets]
+    if [placement.bucket for placement in plan.placements] != ids:
+        fail("placements", "are not those of the buckets, in their order")
+    for i, bucket in enumerate(plan.buckets):
+        if not bucket.params:
+            fail(f"buckets[{i}].params", "is empty")
+    for i, schedule in enumerate(plan.schedules):
+        if len(schedule.memory_bytes) not in (0, len(schedule.steps)):
+            fail(f"schedules[{i}].memory_bytes", "has not one entry for each step")
+        for j, step in enumerate(schedule.steps):
+            at = f"schedules[{i}].steps[{j}]"
+            if step.index != j or any(wait >= j for wait in step.waits):
+                fail(at, "waits for a step that is not before it, or has the index of another one")
+            if step.bucket not in ids and (
+                step.bucket is not None or step.kind is not Kind.COMPUTE
+            ):
+                fail(f"{at}.bucket", f"is {step.bucket}, which is no bucket of the plan")
+
+
 _FORMAT = RecordFormat(
     record=Plan,
     schema=SCHEMA,
     what="plan",
     remedy="compile again with the option dump to get a good file",
     error=PlanFormatError,
-    check=check_plan,
-    check_fields={ParamLayout: check_layout},
+    check=_check,
 )
 
 
