@@ -16,8 +16,19 @@ ROOT = Path(__file__).parent.parent
 
 ROOMS = (
     *("errors", "suggestion", "extras", "torch_compat"),
-    *("strategy", "devices", "ranks", "params", "quantised", "files", "plan", "cluster", "view"),
-    *("ops", "buckets", "simulator"),
+    *(
+        "strategy",
+        "devices",
+        "ranks",
+        "params",
+        "quantised",
+        "files",
+        "plan",
+        "cluster",
+        "simulator",
+        "view",
+    ),
+    *("ops", "buckets"),
     *("passes.graph", "passes", "passes.memory", "passes.planning"),
     *("runtime.lanes", "runtime.collectives", "runtime.cache", "runtime.parameters"),
     *("runtime.buckets", "runtime.optimizers", "runtime"),

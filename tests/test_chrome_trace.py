@@ -13,9 +13,10 @@ from builders_plan import make_plan, make_recordings, make_steps, with_inner
 from fcdp_compile.cli import main
 from fcdp_compile.cluster.profile import CLUSTERS, write_profile
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
-from fcdp_compile.plan.cost import MACHINES, simulate
+from fcdp_compile.plan.cost import MACHINES
 from fcdp_compile.plan.json import write_plan
 from fcdp_compile.plan.recording import RecordedRun, timelines, write_recordings
+from fcdp_compile.simulator import simulate
 from fcdp_compile.view.chrome_trace import Event, chrome_trace
 
 PLAN = make_plan()

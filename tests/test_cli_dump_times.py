@@ -12,9 +12,10 @@ from commands import cells, refusal
 from fcdp_compile.cli import main
 from fcdp_compile.cluster.profile import CLUSTERS
 from fcdp_compile.plan import Lane
-from fcdp_compile.plan.cost import MACHINES, Slot, Timeline, simulate
+from fcdp_compile.plan.cost import MACHINES, Slot, Timeline
 from fcdp_compile.plan.json import from_json, write_plan
 from fcdp_compile.plan.recording import measured, write_recordings
+from fcdp_compile.simulator import simulate
 
 
 @pytest.fixture

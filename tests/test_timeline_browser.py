@@ -15,7 +15,8 @@ import pytest
 from builders_gpt import gpt_plan
 from builders_plan import make_bucket, make_plan, with_inner
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
-from fcdp_compile.plan.cost import MACHINES, Link, simulate
+from fcdp_compile.plan.cost import MACHINES, Link
+from fcdp_compile.simulator import simulate
 from fcdp_compile.view.story import readable_bytes
 from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
 from tests.colors import contrast, luminance

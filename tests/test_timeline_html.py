@@ -25,8 +25,9 @@ from builders_plan import (
 )
 from fcdp_compile.cli import main
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
-from fcdp_compile.plan.cost import MACHINES, Slot, Timeline, simulate
+from fcdp_compile.plan.cost import MACHINES, Slot, Timeline
 from fcdp_compile.plan.json import write_plan
+from fcdp_compile.simulator import simulate
 from fcdp_compile.view.story import FLOWS, Flow, Story, moved, readable_bytes, tell, tell_sharding
 from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
 from tests.colors import VISION, seen

@@ -14,9 +14,10 @@ from builders_graph import Where, lower_toy
 from builders_plan import make_bucket, make_plan, make_steps, plans, with_buckets
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Plan, Schedule, Step, Variant
-from fcdp_compile.plan.cost import Link, Machine, simulate
+from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.plan.whole_step import drain_begins, of_one_step, whole_step
 from fcdp_compile.runtime.graph_order import drain
+from fcdp_compile.simulator import simulate
 
 MACHINE = Machine(
     inter=Link(latency_s=0.0, bytes_per_s=1e6),

@@ -1,25 +1,17 @@
-"""The costs of steps: links, compute, and the time that a schedule takes on its five lanes.
+"""The costs of steps: links, compute, and the times of a schedule on its five lanes.
 
 Arithmetic only; speeds come from the user, a measurement or the defaults below.
-
-[Note: inner collectives]
-Collectives of the model itself (`Step.inner_bytes`) are parts of compute steps, and a plan does not say where
-in a step they are.  They are simulated together, between two halves of the step's work: at its beginning they
-would meet every transfer that starts together with the step, at its end none of them.
-While both they and a transfer of the lane within the node move bytes,
-each moves at half the speed of the link, and the compute step takes longer.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.plan import Kind, Lane, Schedule, Step
+from fcdp_compile.plan import Kind, Lane, Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,105 +179,3 @@ class Timeline:
     def inner_s(self) -> float:
         """How long collectives of the model itself run."""
         return sum(slot.end_s - slot.start_s for slot in self.inner.values())
-
-
-def simulate(schedule: Schedule, machine: Machine, ranks_per_node: int) -> Timeline:
-    """Predict a schedule's times as the runtime runs it: a program starts steps, lanes run them in turn.
-
-    The program stops at compute steps and waits until they end.  Every other step starts when the program
-    has reached it, its lane is free, and the steps that it waits for are done.  [Note: inner collectives]
-    says what slows these down.
-    """
-    now = 0.0
-    lanes = _Lanes(schedule.steps, machine, ranks_per_node)
-    inner: dict[int, Slot] = {}
-    for index, step in enumerate(schedule.steps):
-        if step.lane is not Lane.COMPUTE:
-            lanes.queue(index, now)
-            continue
-        begin = max(now, max((lanes.end_s(i) for i in step.waits), default=0.0))
-        cost = machine.time_s(step, ranks_per_node)
-        if step.inner_bytes:
-            start = begin + machine.work_s(step) / 2
-            late = lanes.share_s(start, step.inner_bytes)
-            cost += late
-            end = start + machine.intra.time_s(step.inner_bytes) + late
-            inner[index] = Slot(start_s=start, end_s=end)
-        lanes.slots[index] = Slot(start_s=now, end_s=begin + cost)
-        lanes.busy_s[Lane.COMPUTE] += cost
-        now = begin + cost
-    for index, _ in enumerate(schedule.steps):
-        lanes.end_s(index)
-    slots = tuple(slot for _, slot in sorted(lanes.slots.items()))
-    total = max((slot.end_s for slot in slots), default=0.0)
-    return Timeline(slots=slots, busy_s=lanes.busy_s, total_s=total, inner=inner)
-
-
-class _Lanes:
-    """The transfers of a schedule, each placed in time as late as possible.
-
-    A transfer gets its slot once compute waits for it, because until then inner collectives of later compute
-    steps may slow it down.  While compute waits, no such collective can begin.
-    """
-
-    def __init__(self, steps: Sequence[Step], machine: Machine, ranks_per_node: int) -> None:
-        self.slots: dict[int, Slot] = {}
-        self.busy_s = dict.fromkeys(Lane, 0.0)
-        self._steps = steps
-        self._machine = machine
-        self._ranks_per_node = ranks_per_node
-        self._queues: dict[Lane, deque[tuple[int, float]]] = {lane: deque() for lane in Lane}
-        self._free_s = dict.fromkeys(Lane, 0.0)
-        self._late_s = 0.0  # of the first in the queue of the lane within the node
-
-    def queue(self, index: int, now_s: float) -> None:
-        """Queue a transfer that the program has reached."""
-        self._queues[self._steps[index].lane].append((index, now_s))
-
-    def end_s(self, index: int) -> float:
-        """Return when a step ends."""
-        while index not in self.slots:
-            self._place(self._steps[index].lane)
-        return self.slots[index].end_s
-
-    def share_s(self, begin_s: float, inner_bytes: int) -> float:
-        """Return how much later inner collectives end, because transfers share their link.
-
-        These transfers end later, too.
-        """
-        link, late_s = self._machine.intra, 0.0
-        now_s, left_s = begin_s + link.latency_s, inner_bytes / link.bytes_per_s
-        queue = self._queues[Lane.INTRA]
-        while left_s > 0 and queue:
-            step = self._steps[queue[0][0]]
-            moves_s = self._start_s(Lane.INTRA) + link.latency_s
-            moved_s = moves_s + step.bytes / link.bytes_per_s + self._late_s
-            met_s = max(now_s, moves_s)
-            if met_s - now_s >= left_s:
-                break
-            if moved_s <= met_s:
-                self._place(Lane.INTRA)
-                continue
-            left_s -= met_s - now_s
-            both_s = min(left_s, moved_s - met_s)
-            left_s -= both_s
-            late_s += both_s
-            self._late_s += both_s
-            now_s = met_s + 2 * both_s
-        return late_s
-
-    def _start_s(self, lane: Lane) -> float:
-        """Return when the first transfer in the queue of a lane starts."""
-        index, given_s = self._queues[lane][0]
-        ready_s = max((self.end_s(i) for i in self._steps[index].waits), default=0.0)
-        return max(given_s, ready_s, self._free_s[lane])
-
-    def _place(self, lane: Lane) -> None:
-        start_s = self._start_s(lane)
-        index, _ = self._queues[lane].popleft()
-        cost_s = self._machine.time_s(self._steps[index], self._ranks_per_node)
-        if lane is Lane.INTRA:
-            cost_s, self._late_s = cost_s + self._late_s, 0.0
-        self.slots[index] = Slot(start_s=start_s, end_s=start_s + cost_s)
-        self._free_s[lane] = start_s + cost_s
-        self.busy_s[lane] += cost_s

@@ -6,6 +6,7 @@
 A discrete-event simulation of five lanes a rank, with the links that ranks and lanes share.  Arithmetic only:
 no torch, no process group, no clock.
 
+    simulate         one schedule on one rank, whose times the dump and the page show
     simulate_step    a training step's schedules on N nodes of g ranks
     Conditions       deviations from the cluster's profile
     Collectives      between nodes: as planned, or flat rings
@@ -14,6 +15,13 @@ no torch, no process group, no clock.
 
 from fcdp_compile.simulator.conditions import Conditions
 from fcdp_compile.simulator.rings import Collectives
-from fcdp_compile.simulator.step import SimulatedNodes, SimulatedStep, simulate_step
+from fcdp_compile.simulator.step import SimulatedNodes, SimulatedStep, simulate, simulate_step
 
-__all__ = ["Collectives", "Conditions", "SimulatedNodes", "SimulatedStep", "simulate_step"]
+__all__ = [
+    "Collectives",
+    "Conditions",
+    "SimulatedNodes",
+    "SimulatedStep",
+    "simulate",
+    "simulate_step",
+]

@@ -1,7 +1,7 @@
 """One simulated rank: a program that gives steps to lanes, and lanes that run their steps in order.
 
-As in `cost.simulate`: compute and waits hold the program up; every other step starts when the program has
-reached it, its lane is free and its inputs are ready.
+Compute and waits hold the program up; every other step starts when the program has reached it, its lane is
+free and its inputs are ready.
 
 [Note: known times]
 A rank computes each time as soon as everything that it depends on is known, whatever the clock says.  It runs

@@ -1,4 +1,4 @@
-"""A training step in time: schedules one after the other, on N nodes of g ranks."""
+"""Schedules in time: one on one rank, or those of a training step on N nodes of g ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import accumulate
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Bucket, Direction, Lane, Schedule, Step
-from fcdp_compile.plan.cost import Slot, Timeline, agreement_s
+from fcdp_compile.plan.cost import Machine, Slot, Timeline, agreement_s
 from fcdp_compile.plan.reduction import REDUCING
 from fcdp_compile.simulator.conditions import Conditions, Jitter, NodeClass, fold
 from fcdp_compile.simulator.engine import Engine
@@ -75,6 +75,19 @@ class SimulatedStep:
         return self.slowest.exposed_s
 
 
+def simulate(schedule: Schedule, machine: Machine, ranks_per_node: int) -> Timeline:
+    """Predict the times of a schedule on one rank, which runs it as the runtime does (`rank`).
+
+    machine: its h2d and d2h are one rank's share of the links to host memory.
+    """
+    cluster = Cluster(machine=machine, nodes=1, ranks_per_node=ranks_per_node)
+    tasks = tasks_of([schedule], cluster)
+    (rank,) = Engine(tasks, cluster.sharing, longer_s=[[0.0] * len(tasks)]).run()
+    total_s = max(rank.end_s, default=0.0)
+    timeline = _timeline(schedule.steps, rank, 0, total_s=total_s)
+    return replace(timeline, inner=_inner(schedule.steps, rank, machine))
+
+
 def simulate_step(
     parts: Sequence[Schedule],
     profile: ClusterProfile,
@@ -90,8 +103,7 @@ def simulate_step(
     """Run the schedules of a training step one after the other: a forward, a backward, a warm forward, ...
 
     Each rank runs them as the runtime does (`rank`); work of a part that is still on its lanes continues
-    during the next part.  Without shared links, and with equal nodes, a part takes the time of
-    `cost.simulate`.
+    during the next part.  Without shared links, and with equal nodes, a part takes the time of `simulate`.
 
     profile: `machine.h2d` and `machine.d2h` are of a link to host memory, which `ranks_per_host_link` ranks
     share; `machine.inter` is of a node's card.  nodes, ranks_per_node: N and g, for which the schedules were
@@ -108,10 +120,13 @@ def simulate_step(
     for name, size in given.items():
         if size < 0:
             raise ArgumentError(f"{name} is {size}, but must be at least 0")
-    cluster = Cluster(profile=profile, nodes=nodes, ranks_per_node=ranks_per_node)
+    cluster = _cluster_of(profile, nodes, ranks_per_node)
     classes = fold(conditions, nodes)
-    cluster = replace(cluster, profile=_with_slowest_card(profile, classes))
-    tasks = tasks_of(parts, cluster, buckets, collectives)
+    cluster = replace(cluster, machine=_with_slowest_card(profile.machine, classes))
+    for part in parts:
+        for position, step in enumerate(part.steps):
+            _check(step, position, cluster, buckets)
+    tasks = tasks_of(parts, cluster, collectives)
     jitter = Jitter(conditions)
     engine = Engine(
         tasks,
@@ -132,11 +147,50 @@ def simulate_step(
     return run.result(classes, ranks)
 
 
-def _with_slowest_card(profile: ClusterProfile, classes: Sequence[NodeClass]) -> ClusterProfile:
-    """Return the profile with the slowest node's card: it sets the speed of collectives of all nodes."""
-    inter, factor = profile.machine.inter, min(c.inter_factor for c in classes)
-    slowest = replace(inter, bytes_per_s=inter.bytes_per_s * factor)
-    return replace(profile, machine=replace(profile.machine, inter=slowest))
+def _cluster_of(profile: ClusterProfile, nodes: int, ranks_per_node: int) -> Cluster:
+    if nodes < 1:
+        raise ArgumentError(f"nodes is {nodes}, but must be at least 1")
+    most = profile.ranks_per_node
+    if not 1 <= ranks_per_node <= most:
+        raise ArgumentError(
+            f"ranks_per_node is {ranks_per_node}, but a node of {profile.name!r} has 1 to {most}"
+        )
+    return Cluster(
+        machine=profile.machine,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        # If some links have fewer, a step waits for the fullest links.
+        sharers=min(profile.ranks_per_host_link, ranks_per_node),
+        intra_over_host_link=profile.intra_over_host_link,
+    )
+
+
+def _check(step: Step, position: int, cluster: Cluster, buckets: Mapping[int, Bucket]) -> None:
+    late = [w for w in step.waits if not 0 <= w < position]
+    if late:
+        raise ArgumentError(
+            f"step {position} ({step.kind.value}) waits for step {late[0]}, which does not come before it"
+        )
+    if step.bucket is None:
+        return
+    if step.bucket not in buckets:
+        raise ArgumentError(
+            f"step {position} ({step.kind.value}) is of bucket {step.bucket}, which is not among the buckets"
+        )
+    bucket = buckets[step.bucket]
+    nodes, ranks = cluster.nodes, cluster.ranks_per_node
+    if bucket.nodes not in (1, nodes) or bucket.ranks_per_node not in (1, ranks):
+        raise ArgumentError(
+            f"bucket {bucket.id} is cut over {bucket.nodes} x {bucket.ranks_per_node} ranks, but {nodes} x "
+            f"{ranks} are simulated; give the schedules that were planned for those"
+        )
+
+
+def _with_slowest_card(machine: Machine, classes: Sequence[NodeClass]) -> Machine:
+    """Return the machine with the slowest node's card: it sets the speed of collectives of all nodes."""
+    factor = min(c.inter_factor for c in classes)
+    slowest = replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s * factor)
+    return replace(machine, inter=slowest)
 
 
 def _longer_s(tasks: Sequence[Task], nodes: NodeClass, jitter: Jitter) -> list[float]:
@@ -213,6 +267,17 @@ def _timeline(
         busy_s=_busy_s([step.lane for step in steps], [rank.busy_s[i] for i in positions]),
         total_s=total_s,
     )
+
+
+def _inner(steps: Sequence[Step], rank: SimulatedRank, machine: Machine) -> dict[int, Slot]:
+    """Return when the model's own collectives run: `tasks` [Note: inner collectives]."""
+    inner: dict[int, Slot] = {}
+    for i, step in enumerate(steps):
+        if step.inner_bytes:
+            half_s = machine.work_s(step) / 2
+            begin_s = rank.end_s[i] - rank.busy_s[i]
+            inner[i] = Slot(start_s=begin_s + half_s, end_s=rank.end_s[i] - half_s)
+    return inner
 
 
 def _busy_s(lanes: Sequence[Lane], busy_s: Sequence[float]) -> dict[Lane, float]:

@@ -7,18 +7,19 @@ A card sends one collective of its node at a time, the inter lane's, and the g r
 parts of it; so no other task slows it down.  Links to host memory and within the node are shared, see
 `sharing`.  A link that only one lane uses has no flows to share it: its tasks always take equal time.
 
-The bytes of a compute task are those of the model's own collectives, between two halves of its work (`cost`
-[Note: inner collectives]); the first half counts as latency.
+[Note: inner collectives]
+Collectives of the model itself (`Step.inner_bytes`) are parts of compute steps, and a plan does not say where
+in a step they are.  They are simulated together, between two halves of the step's work: at its beginning they
+would meet every transfer that starts together with the step, at its end none of them.  The first half counts
+as latency.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fcdp_compile.cluster.profile import ClusterProfile
-from fcdp_compile.errors import ArgumentError
-from fcdp_compile.plan import Bucket, Kind, Lane, Schedule, Step
+from fcdp_compile.plan import Kind, Lane, Schedule, Step
 from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.simulator.rings import Collectives, ring_bytes, within_rings
 from fcdp_compile.simulator.sharing import Demand, LinkUse, SharedLink, Sharing
@@ -26,34 +27,17 @@ from fcdp_compile.simulator.sharing import Demand, LinkUse, SharedLink, Sharing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """N = `nodes` nodes of g = `ranks_per_node` ranks, with a profile.
+    """N = `nodes` nodes of g = `ranks_per_node` ranks, and the speeds of their links.
 
-    Raises: ValueError for fewer than one node or rank, or more ranks than a node of the profile has.
+    machine: its h2d and d2h are of one link to host memory.  sharers: the most ranks at such a link.
+    intra_over_host_link: whether transfers between ranks of a node use these links too.
     """
 
-    profile: ClusterProfile
+    machine: Machine
     nodes: int
     ranks_per_node: int
-
-    def __post_init__(self) -> None:
-        if self.nodes < 1:
-            raise ArgumentError(f"nodes is {self.nodes}, but must be at least 1")
-        most = self.profile.ranks_per_node
-        if not 1 <= self.ranks_per_node <= most:
-            raise ArgumentError(
-                f"ranks_per_node is {self.ranks_per_node}, but a node of {self.profile.name!r} has 1 to "
-                f"{most}"
-            )
-
-    @property
-    def machine(self) -> Machine:
-        """The machine's speeds."""
-        return self.profile.machine
-
-    @property
-    def sharers(self) -> int:
-        """Ranks at one link to host memory; if some links have fewer, a step waits for the fullest links."""
-        return min(self.profile.ranks_per_host_link, self.ranks_per_node)
+    sharers: int = 1
+    intra_over_host_link: bool = False
 
     @property
     def sharing(self) -> Sharing:
@@ -95,20 +79,16 @@ class Task:
 def tasks_of(
     parts: Sequence[Schedule],
     cluster: Cluster,
-    buckets: Mapping[int, Bucket],
-    collectives: Collectives,
+    collectives: Collectives = Collectives.HIERARCHICAL,
 ) -> list[Task]:
     """Return the tasks of schedules that run one after the other.
 
-    Raises: ValueError for a step of an unknown bucket or of a bucket that is cut over other ranks, for a step
-    that waits for a later one, and the errors of `ring_bytes`.
+    Raises: the errors of `ring_bytes`.
     """
     tasks: list[Task] = []
     is_ring = collectives is Collectives.RING and cluster.nodes > 1
     for part in parts:
         first, steps = len(tasks), part.steps
-        for position, step in enumerate(steps):
-            _check(step, position, cluster, buckets)
         within = within_rings(steps) if is_ring else frozenset()
         for position, step in enumerate(steps):
             if position in within:
@@ -119,27 +99,6 @@ def tasks_of(
                 task = _task(step, cluster)
             tasks.append(replace(task, waits=tuple(first + w for w in step.waits)))
     return _without_meetings(tasks, cluster)
-
-
-def _check(step: Step, position: int, cluster: Cluster, buckets: Mapping[int, Bucket]) -> None:
-    late = [w for w in step.waits if not 0 <= w < position]
-    if late:
-        raise ArgumentError(
-            f"step {position} ({step.kind.value}) waits for step {late[0]}, which does not come before it"
-        )
-    if step.bucket is None:
-        return
-    if step.bucket not in buckets:
-        raise ArgumentError(
-            f"step {position} ({step.kind.value}) is of bucket {step.bucket}, which is not among the buckets"
-        )
-    bucket = buckets[step.bucket]
-    nodes, ranks = cluster.nodes, cluster.ranks_per_node
-    if bucket.nodes not in (1, nodes) or bucket.ranks_per_node not in (1, ranks):
-        raise ArgumentError(
-            f"bucket {bucket.id} is cut over {bucket.nodes} x {bucket.ranks_per_node} ranks, but {nodes} x "
-            f"{ranks} are simulated; give the schedules that were planned for those"
-        )
 
 
 def _task(step: Step, cluster: Cluster) -> Task:
@@ -202,7 +161,7 @@ def _demand(lane: Lane, slowest: Link, cluster: Cluster) -> Demand:
     # A card that is slower only by its latency may have more bytes/s: a weight below 1 keeps to the link's.
     weight = min(1.0, cluster.machine.intra.bytes_per_s / slowest.bytes_per_s)
     uses = [LinkUse(link=SharedLink.INTRA, weight=weight)]
-    if cluster.profile.intra_over_host_link:  # up from one rank, down to the next
+    if cluster.intra_over_host_link:  # up from one rank, down to the next
         uses += [LinkUse(link=to_host[x], weight=weight * cluster.sharers) for x in to_host]
     return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=tuple(uses))
 

@@ -2,7 +2,7 @@
 
 Each schedule is a process, each lane a track, and arrows lead from a step to the steps that wait for it.
 The model's own collectives within the node, which are parts of compute steps, have a track of their own.
-Times are those of the simulated lanes (`cost.simulate`) with assumed speeds.  The measured times of a
+Times are those of the simulated lanes (`simulator.simulate`) with assumed speeds.  The measured times of a
 schedule follow as another process.
 """
 
@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fcdp_compile.plan import INNER, Bucket, Kind, Lane, Placement, Plan, Schedule, Step
-from fcdp_compile.plan.cost import Machine, Slot, Timeline, simulate
+from fcdp_compile.plan.cost import Machine, Slot, Timeline
 from fcdp_compile.plan.recording import ScheduleKey
+from fcdp_compile.simulator import simulate
 
 Event = dict[str, Any]
 

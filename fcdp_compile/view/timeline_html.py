@@ -1,6 +1,6 @@
 """Timelines of plans as one page for a browser, for somebody who has never seen a plan.
 
-    plans -> simulated lanes (`cost.simulate`) -> JSON inside of timeline/page.html, with its style and script
+    plans -> simulated lanes (`simulator`) -> JSON inside of timeline/page.html, with its style and script
 
 The page is one file: it fetches nothing, and its policy forbids fetching.  Names of parameters get into the
 page only as JSON and become text, never markup.
@@ -30,8 +30,9 @@ from fcdp_compile.plan import (
     Step,
     Variant,
 )
-from fcdp_compile.plan.cost import Link, Machine, Timeline, simulate
+from fcdp_compile.plan.cost import Link, Machine, Timeline
 from fcdp_compile.plan.whole_step import of_one_step, whole_step
+from fcdp_compile.simulator import simulate
 from fcdp_compile.view.short_names import fold_numbers, fold_params
 from fcdp_compile.view.story import FLOWS, Flow, moved, tell, tell_sharding
 

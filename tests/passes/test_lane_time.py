@@ -11,7 +11,8 @@ import pytest
 
 from builders_gpt import HIDDEN, TOKENS, VOCABULARY, WHERE, gpt
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
-from fcdp_compile.plan.cost import Link, Machine, Timeline, simulate
+from fcdp_compile.plan.cost import Link, Machine, Timeline
+from fcdp_compile.simulator import simulate
 
 FORWARD = (Direction.FORWARD, Variant.COLD)
 WARM = (Direction.FORWARD, Variant.WARM)

@@ -105,8 +105,14 @@ def test_nodes_one_by_one_end_when_folded_ones_do(
     split: tuple[int, ...],
 ) -> None:
     """To the last bit, however equal nodes are put into classes."""
-    cluster = Cluster(profile=profile, nodes=4, ranks_per_node=4)
-    tasks = tasks_of([schedule], cluster, buckets_for(4, 4), collectives)
+    cluster = Cluster(
+        machine=profile.machine,
+        nodes=4,
+        ranks_per_node=4,
+        sharers=min(4, profile.ranks_per_host_link),
+        intra_over_host_link=profile.intra_over_host_link,
+    )
+    tasks = tasks_of([schedule], cluster, collectives)
     runs = [
         Engine(tasks, cluster.sharing, longer_s=[[0.0] * len(tasks)] * len(counts)).run()
         for counts in ((4,), split)

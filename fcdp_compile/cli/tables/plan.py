@@ -7,7 +7,8 @@ from fcdp_compile.cli.tables.table import mib, table, wrapped
 from fcdp_compile.cli.tables.times import Measured
 from fcdp_compile.files.json_records import one_line
 from fcdp_compile.plan import Bucket, Placement, Plan
-from fcdp_compile.plan.cost import Machine, simulate
+from fcdp_compile.plan.cost import Machine
+from fcdp_compile.simulator import simulate
 from fcdp_compile.view.short_names import fold_numbers, fold_params
 
 _BUCKET_HEADERS = (
