@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.devices import Device
-from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Plan
@@ -30,7 +29,6 @@ from fcdp_compile.runtime.parameters.record import ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.runtime.shared_batches import SharedBatches
-from fcdp_compile.torch_compat import backward_number
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +72,6 @@ class ShardedModel:
         )
         self.seams = Seams(self.validity, self.counters, self.lanes)
         self.batches = SharedBatches(topology, self.collectives)
-        # Keys of parameters that an optimizer has stepped although their backward may still run.
-        self.stepped: set[str] = set()
         self.drains = Drains(device)
         self.exposure = Exposure(device)
         self.whole: dict[str, WholeParameter] = {}
@@ -102,21 +98,8 @@ class ShardedModel:
     def gather_eagerly(self, key: str, shard: Tensor) -> Tensor:
         """Gather one parameter now, outside of graphs; a kept copy serves if it is valid."""
         self.unset.refuse("a forward")
-        self.refuse_stepped([key])
         self.records[key].living()  # raises if it was replaced by a tensor with other rows
         return self.outside.use(key, shard)
-
-    def refuse_stepped(self, keys: Iterable[str]) -> None:
-        """Refuse to use parameters again in a backward that has stepped them.
-
-        Raises: StaleParameterError.
-        """
-        if self.stepped and backward_number() != -1:
-            for key in self.stepped.intersection(keys):
-                raise StaleParameterError(
-                    f"this backward uses parameter {self.records[key].spec.name!r} again after it was "
-                    "stepped in the backward; offload without in_backward=True"
-                )
 
     def gather(self, key: str, shard: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather one parameter in a dtype from this rank's `shard`, into new memory."""

@@ -78,7 +78,6 @@ class CompiledPlan:
         """
         model = self.living_model()
         model.batches.compare(direction, args)
-        model.refuse_stepped(self.shards.get(direction, ()))
         accumulates = direction is Direction.FORWARD and model.accumulation.is_on
         self._accumulates = accumulates
         with self._told(model, direction):
@@ -98,7 +97,6 @@ class CompiledPlan:
         Raises: StaleParameterError if values that the forward was given have changed since.
         """
         model = self.living_model()
-        model.refuse_stepped(self.shards.get(Direction.BACKWARD, ()))
         model.optimizer_hooks.note_backward(accumulates=self._accumulates)
         with self._told(model, Direction.BACKWARD):
             given = self._given(model, args)

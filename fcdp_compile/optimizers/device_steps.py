@@ -58,7 +58,13 @@ class DeviceSteps:
         """Step bucket by bucket: while one is stepped, the next one is loaded and the one before stored."""
         try:
             for bucket in buckets:
-                self.feed(optimizer, bucket)
+                if self._storing is not None:
+                    # Its memory is free before that of this bucket is taken.
+                    self._storing.wait()
+                    self._storing = None
+                coming = bucket.load(optimizer.state, self._lanes, self._counters)
+                self._step_loaded(optimizer)
+                self._loading = bucket, coming
             self._step_loaded(optimizer)
         finally:
             loading, self._loading = self._loading, None
@@ -66,19 +72,6 @@ class DeviceSteps:
                 if pending is not None:
                     pending.wait()
             self._storing = None
-
-    def feed(self, optimizer: Optimizer, bucket: StateBucket) -> None:
-        """Start to load the states of a bucket, and step the bucket that was fed before.
-
-        `step` steps the last one.
-        """
-        if self._storing is not None:
-            # Its memory is free before that of this bucket is taken.
-            self._storing.wait()
-            self._storing = None
-        loading = bucket, bucket.load(optimizer.state, self._lanes, self._counters)
-        self._step_loaded(optimizer)
-        self._loading = loading
 
     def _step_loaded(self, optimizer: Optimizer) -> None:
         loading, self._loading = self._loading, None

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adafactor, Muon, Optimizer
+from torch.optim import Muon, Optimizer
 
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.optimizers.backward_steps import BackwardSteps
 from fcdp_compile.optimizers.combine import Combined
 from fcdp_compile.optimizers.device_steps import DeviceSteps, stepping
 from fcdp_compile.optimizers.host_steps import HostSteps
@@ -39,7 +37,6 @@ def offload(
     step_on: str = "gpu",
     folder: str | Path | None = None,
     *,
-    in_backward: bool = False,
     bucket_mb: float = _BUCKET_BYTES / 2**20,
 ) -> Optimizer:
     """Let an optimizer's states, such as Adam's moments, wait in host memory or in files between its steps.
@@ -50,22 +47,19 @@ def offload(
     step_on: "gpu": the states come to the device, bucket by bucket; the results have the same bits.  "cpu":
     gradients go to the host, which steps there by torch's fused kernels; results are equal to rounding.
     folder: on a local disk, for files of the states that are gone with the optimizer; None: host memory.
-    in_backward: step a bucket once its gradients have been reduced, beside the rest of the backward; not with
-    clipping or GradScaler, which need all gradients first, nor with step_on="cpu".
     bucket_mb: MiB of states that are on the device together; a parameter with more is a bucket of its own.
 
     Raises: ArgumentError for anything but an optimizer that can step some of its parameters at a time, and
     for parameters of no sharded model or of several; FcdpError on every rank if host memory or the disk has
     no room for the states of any rank.
     """
-    _check_optimizer(optimizer, step_on, in_backward=in_backward)
+    _check_optimizer(optimizer, step_on)
     _check_sizes(folder, bucket_mb)
     where = None if folder is None else Path(folder)
-    buckets = int(bucket_mb * 2**20)
-    return Offloaded(optimizer, _STEPS[step_on], where, buckets, in_backward=in_backward)
+    return Offloaded(optimizer, _STEPS[step_on], where, int(bucket_mb * 2**20))
 
 
-def _check_optimizer(optimizer: object, step_on: object, *, in_backward: bool) -> None:
+def _check_optimizer(optimizer: object, step_on: object) -> None:
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
             f"offload takes a torch optimizer, not {type(optimizer).__name__}; give it a built optimizer"
@@ -80,16 +74,6 @@ def _check_optimizer(optimizer: object, step_on: object, *, in_backward: bool) -
     if step_on == "cpu" and isinstance(optimizer, Muon):
         raise ArgumentError(
             "Muon multiplies whole matrices, for which a CPU is too slow; offload it with step_on='gpu'"
-        )
-    if in_backward and step_on == "cpu":
-        raise ArgumentError(
-            "step_on='cpu' steps after the backward, whose thread would have to wait for the host's steps; "
-            "leave in_backward out, or use step_on='gpu'"
-        )
-    if in_backward and isinstance(optimizer, Adafactor | Muon):
-        raise ArgumentError(
-            f"{type(optimizer).__name__} communicates in its step, which ranks cannot do in one order beside "
-            "a backward; leave in_backward out"
         )
 
 
@@ -122,8 +106,6 @@ class Offloaded(Combined):
         steps: type[DeviceSteps | HostSteps],
         folder: Path | None,
         bucket_bytes: int,
-        *,
-        in_backward: bool = False,
     ) -> None:
         if _offloaded.get(optimizer, _nothing)() is not None:
             raise ArgumentError(
@@ -152,10 +134,6 @@ class Offloaded(Combined):
         self._steps = steps(model.device, lanes, model.counters)
         self._memory = StateMemory(f"the states of {type(optimizer).__name__}", model, folder)
         weakref.finalize(self, self._memory.end)
-        self._in_backward: BackwardSteps | None = None
-        if in_backward and isinstance(self._steps, DeviceSteps):
-            feed = partial(self._steps.feed, self.inner)
-            self._in_backward = BackwardSteps(model, self._settings, feed)
         self._plan(model)
         _offloaded[optimizer] = weakref.ref(self)
 
@@ -180,29 +158,15 @@ class Offloaded(Combined):
             assert model is not None, "its parameters are alive"
             self._plan(model)
         assert self._steps is not None, "it is built"
-        # Before the hooks of the step, which change settings for its time.
-        stepped = frozenset() if self._in_backward is None else self._in_backward.end()
         with self._steps.choosing(self.inner):
-            Optimizer.profile_hook_step(partial(self._step_all, stepped=stepped))(self.inner)
+            Optimizer.profile_hook_step(self._step_all)(self.inner)
         return loss
 
-    def _settings(self) -> list[dict[str, Any]]:
-        """What the groups' parameters are stepped with; a tensor by its identity and its changes."""
-        return [
-            {
-                k: (id(v), v._version) if isinstance(v, Tensor) else v
-                for k, v in group.items()
-                if k != "params"
-            }
-            for group in self.param_groups
-        ]
-
-    def _step_all(self, optimizer: Optimizer, *, stepped: Collection[int]) -> None:
-        """Step the buckets that were not stepped yet, and the parameters that are in none."""
+    def _step_all(self, optimizer: Optimizer) -> None:
+        """Step the buckets, and the parameters that are in none."""
         assert self._steps is not None, "it is built"
         with torch.no_grad():
-            rest = [b for b in self.buckets if b.number not in stepped]
-            active = [b for b in rest if any(p.grad is not None for p in b.parameters)]
+            active = [b for b in self.buckets if any(p.grad is not None for p in b.parameters)]
             self._steps.step(optimizer, active)
         planned = {id(p) for bucket in self.buckets for p in bucket.parameters}
         with stepping(optimizer, lambda p: None if id(p) in planned else p) as has_any:
@@ -225,8 +189,6 @@ class Offloaded(Combined):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load states, which go to the host without passing the device."""
-        if self._in_backward is not None:
-            self._in_backward.refuse("loading an optimizer's states")
         states = state_dict["state"].items()
         held = {k: _held_back(v) if isinstance(v, dict) else v for k, v in states}
         super().load_state_dict({**state_dict, "state": held})
@@ -291,8 +253,6 @@ class Offloaded(Combined):
         facts = [f"{key_of(p)} {dict(k)}" for (p, _), k in zip(new, kinds, strict=True)]
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
         how = f"{'host memory' if self._folder is None else 'files'}, {self._bucket_bytes} bytes a bucket"
-        if self._in_backward is not None:
-            how += ", stepped in the backward"
         act = f"offloads the states of {name} for {len(new)} parameters to {steps.told} ({how}, {digest})"
         same_act(model.collectives, act)
         buckets = self._grouped(model, [p for p, _ in new], kinds)
@@ -300,8 +260,6 @@ class Offloaded(Combined):
         self.buckets += buckets
         for bucket in buckets:
             bucket.absorb(self.inner.state)
-        if self._in_backward is not None:
-            self._in_backward.watch(buckets)
 
     def _grouped(
         self, model: ShardedModel, parameters: Sequence[Tensor], kinds: Sequence[StateKinds]

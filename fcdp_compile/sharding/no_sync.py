@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from torch import nn
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.runtime.optimizers.hooks import GradientHook
 from fcdp_compile.sharding.shard import model_of, state_of
 from fcdp_compile.torch_compat import gradient_hooks
 
@@ -40,7 +39,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     state = state_of(model)
     for name, parameter in model_of(model).named_parameters():
-        if any(not isinstance(hook, GradientHook) for hook in gradient_hooks(parameter)):
+        if gradient_hooks(parameter):
             raise FcdpError(
                 f"parameter {name!r} has a gradient hook, but within no_sync there is no gradient for "
                 "the hook; remove the hook, or change gradients after the last backward"

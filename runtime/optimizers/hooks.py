@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
@@ -40,20 +39,11 @@ class WholeParameter:
     writeback: bool
 
 
-class GradientHook(ABC):
-    """A hook on a parameter that knows that within `no_sync` its gradient is not there yet."""
-
-    @abstractmethod
-    def __call__(self, parameter: Tensor) -> None:
-        """Called when autograd has added to the parameter's `.grad`."""
-
-
 class OptimizerHooks:
     """Checks before a step and notes after it, on every optimizer of the process while this object lives.
 
     whole: the parameters that are whole for a while, by key.
     accumulates_elsewhere: whether `no_sync` would let gradients wait on several nodes, but does not here.
-    accumulates: whether the forward of the last compiled backward was within `no_sync`.
     """
 
     def __init__(
@@ -74,7 +64,6 @@ class OptimizerHooks:
         self._accumulation = accumulation
         self._validity = validity
         self._accumulates_elsewhere = accumulates_elsewhere
-        self.accumulates = False
         self._is_unsynchronised_elsewhere = False
         self._loads = OptimizerLoads(transport.collectives, records)
         self._steps = OptimizerSteps(transport.topology)
@@ -87,7 +76,6 @@ class OptimizerHooks:
 
     def note_backward(self, *, accumulates: bool) -> None:
         """Note that a compiled backward begins, and whether its forward was within `no_sync`."""
-        self.accumulates = accumulates
         self._is_unsynchronised_elsewhere = accumulates and self._accumulates_elsewhere
 
     def steps(self, optimizer: Optimizer) -> None:

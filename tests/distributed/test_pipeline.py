@@ -195,25 +195,6 @@ def test_each_stage_has_a_checkpoint(tmp_path: Path) -> None:
     run(_saved, str(tmp_path), nodes=4, ranks_per_node=1)
 
 
-def _steps_in_backward(mesh: DeviceMesh) -> None:
-    """Optimizers that step in the backward wait for the last micro-batch."""
-    own = pipeline_mesh(2, 4)
-    found = []
-    for in_backward in (False, True):
-        pipeline = Pipeline(own, Trial(scale_grads=False))
-        pipeline.optimizer = fcdp_compile.offload(pipeline.optimizer, in_backward=in_backward)
-        for step in range(2):
-            pipeline.backward(step)
-            pipeline.optimize()
-        found.append(pipeline.parameters())
-    assert [n for n, value in found[0].items() if not torch.equal(value, found[1][n])] == []
-
-
-@pytest.mark.slow
-def test_an_optimizer_that_steps_in_the_backward_waits_for_the_last_micro_batch() -> None:
-    run(_steps_in_backward, nodes=4, ranks_per_node=1)
-
-
 # --- mistakes and lost ranks --------------------------------------------------------------------------
 
 

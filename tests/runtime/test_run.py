@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -70,9 +69,6 @@ class Model:
         self.outside = SimpleNamespace(give_way=self.given_way.extend)
         self.validity = SimpleNamespace(check=self.check)
         self.optimizer_hooks = SimpleNamespace(note_backward=lambda *, accumulates: None)
-
-    def refuse_stepped(self, keys: Iterable[str]) -> None:
-        """Nothing was stepped."""
 
     def check(
         self, buckets: list[Any], about: About, *, is_given: bool, is_outdated: bool
