@@ -80,7 +80,7 @@ LATE = {
     ),
     ("fcdp_compile.cli.plan", "fcdp_compile.planner.command"): "tracing needs torch",
     ("fcdp_compile.cli.simulate", "fcdp_compile.planner.command"): "tracing needs torch",
-    ("fcdp_compile.sharding.sharded_class", "fcdp_compile.pretrained.exporting.own_save"): (
+    ("fcdp_compile.sharding.sharded_class", "fcdp_compile.pretrained.exporting.export"): (
         "what saves reads models that shard has made, and needs packages that training does without"
     ),
 }

@@ -18,10 +18,7 @@ FOLDERS = ("fcdp_compile", "passes", "runtime", "benchmarks", "examples")
 FUNCTION_LINES = 60
 CLASS_METHODS = 25
 """Properties and dunders are methods, too."""
-FILE_LINES = 400
-LONG_FILE_LINES = 600
-WHY_LONG = "[Note: long file]"
-"""The mark in the docstring of a file that is longer than FILE_LINES; the reason comes after it."""
+FILE_LINES = 600
 
 TOO_LARGE: set[str] = set()
 """Exceptions that are still too large."""
@@ -43,9 +40,7 @@ def definitions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.AST]
 def too_large(source: str) -> list[str]:
     """The functions and classes of a file that are too large, and "" for the file itself."""
     tree = ast.parse(source)
-    lines = len(source.splitlines())
-    is_long = WHY_LONG in (ast.get_docstring(tree) or "")
-    found = [""] if lines > (LONG_FILE_LINES if is_long else FILE_LINES) else []
+    found = [""] if len(source.splitlines()) > FILE_LINES else []
     for name, node in definitions(tree):
         if isinstance(node, ast.ClassDef):
             if sum(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) for n in node.body) > (
@@ -104,10 +99,8 @@ def _function(lines: int, indent: str = "") -> str:
         (f"if True:\n{_function(61, '    ')}", ["f"]),
         ("class A:\n" + "    def f(self): ...\n" * 25, []),
         ("class A:\n" + "    @property\n    def f(self): ...\n" * 26, ["A"]),
-        ("x = 0\n" * 400, []),
-        ("x = 0\n" * 401, [""]),
-        (f'"""Why: {WHY_LONG}"""\n' + "x = 0\n" * 449, []),
-        (f'"""Why: {WHY_LONG}"""\n' + "x = 0\n" * 600, [""]),
+        ("x = 0\n" * 600, []),
+        ("x = 0\n" * 601, [""]),
     ],
 )
 def test_what_is_too_large_is_found(source: str, found: list[str]) -> None:

@@ -10,8 +10,6 @@ of uneven shards.  So a `HomeTensor` is a DTensor that
 * runs elementwise ops, such as an optimizer's, on the local tensors (`local_ops`).
 
 Results of ops on HomeTensors are HomeTensors.
-
-[Note: long file] The class and how its ops run call each other.
 """
 
 from __future__ import annotations

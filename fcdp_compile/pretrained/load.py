@@ -18,10 +18,9 @@ from torch import nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.errors import CheckpointError, FcdpError
-from fcdp_compile.pretrained.destination import Destinations, Part
+from fcdp_compile.pretrained.destination import Destinations, Part, QuantisedPart
 from fcdp_compile.pretrained.folder import open_checkpoint, refuse
 from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match, told
-from fcdp_compile.pretrained.quantising import QuantisedPart
 from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
 from fcdp_compile.ranks.all_or_none import together

@@ -91,7 +91,7 @@ def _state(module: nn.Module) -> ModuleState:
 def _saving(inner: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        own_save = import_module("fcdp_compile.pretrained.exporting.own_save")
+        own_save = import_module("fcdp_compile.pretrained.exporting.export")
         return own_save.save_own(self, _state(self).model, inner, args, kwargs)
 
     return save_pretrained

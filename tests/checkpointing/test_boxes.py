@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fcdp_compile.checkpointing.format import boxes
-from fcdp_compile.checkpointing.format.boxes import slabs
-from fcdp_compile.checkpointing.format.cuts import cut
+from fcdp_compile.checkpointing.format import cuts
+from fcdp_compile.checkpointing.format.cuts import cut, slabs
 from fcdp_compile.checkpointing.format.marks import mark_of, mark_of_all
 from fcdp_compile.checkpointing.format.record import CutTensor, _are_one
 from fcdp_compile.params.inner_cut import InnerCut
@@ -124,7 +123,7 @@ def test_every_rank_gets_its_rows(shape: list[int], before: Ranks, after: Ranks,
     saved, parts = written(whole, before, places(whole, before))
     assert sum(p.numel() for p in parts.values()) == whole.numel(), "each element once"
     patch = pytest.MonkeyPatch()
-    patch.setattr(boxes, "SLAB_BYTES", slab)
+    patch.setattr(cuts, "SLAB_BYTES", slab)
     for here in places(whole, after):
         found = torch.full(here.spec.local_shape, torch.nan)
         wanted = here.spec.boxes(here.home.node, here.home.place)

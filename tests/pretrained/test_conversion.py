@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.pretrained.conversion import Target, converted
-from fcdp_compile.pretrained.header import read_header
+from fcdp_compile.pretrained.folder import read_header
 from fcdp_compile.pretrained.huggingface import reading_order
 from fcdp_compile.pretrained.source import Files, Leaf
 

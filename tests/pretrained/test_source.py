@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fcdp_compile.pretrained.header import read_header
+from fcdp_compile.pretrained.folder import read_header
 from fcdp_compile.pretrained.source import (
     Files,
     Joined,

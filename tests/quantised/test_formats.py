@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fcdp_compile
 from fcdp_compile.errors import ArgumentError, UnshardedParameterError
-from fcdp_compile.pretrained.quantising import quantised_in_pieces
+from fcdp_compile.pretrained.destination import quantised_in_pieces
 from fcdp_compile.quantised.formats import take_apart
 from fcdp_compile.quantised.weight import QuantisedWeight, unfolded
 from tests.device.choice import seeded

@@ -1,12 +1,30 @@
-"""Which rank writes which rows of a parameter: each row once, even if several ranks have a copy."""
+"""Which rank writes which rows, and which bytes of a file a rank needs: arithmetic only.
+
+Each row of a parameter is written once, even if several ranks have a copy.
+
+A file has blocks of a whole tensor (`params.layout.Box`), together a tensor of their own.  The rank wants
+other blocks, for a tensor of its own.
+
+    file  rows 4:8, all columns      want  rows 6:12, all columns  ->  rows 6:8: one run of bytes
+    file  rows 4:8, all columns      want  columns 0:3, all rows   ->  rows 4:8, of which columns 0:3 are kept
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from fcdp_compile.checkpointing.format.record import CutTensor, PartOf
-from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.params.layout import Box, ParamLayout
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.params.spec import Home
 from fcdp_compile.strategy import Scope
+
+SLAB_BYTES = 2**24
+"""Bytes of a file that are read at once, unless one row of its tensor's first dimension is larger."""
 
 
 def cut(
@@ -61,3 +79,51 @@ def _part_of(spec: ParamSpec, index: int) -> PartOf | None:
         return None
     first, rows = tuple(run.first for run in within.runs), within.runs[0].rows
     return PartOf(shape=spec.whole_shape, dim=within.dim, first=first, rows=rows)
+
+
+class Move(NamedTuple):
+    """A block of a slab: its range in each dimension, and its first index in the wanted tensor."""
+
+    keep: tuple[tuple[int, int], ...]
+    to: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slab:
+    """A run of the elements of a file's tensor, and where its blocks go.
+
+    first, shape: the first element within the file's tensor, and the shape of the run.
+    """
+
+    first: int
+    shape: tuple[int, ...]
+    moves: tuple[Move, ...]
+
+
+def slabs(
+    shape: Sequence[int], held: Iterable[Box], wanted: Iterable[Box], itemsize: int
+) -> list[Slab]:
+    """Return the slabs of a file's tensor that cover what its blocks and the wanted blocks have in common.
+
+    shape: of the file's tensor.
+    """
+    row = math.prod(shape[1:])
+    step = max(1, SLAB_BYTES // max(1, row * itemsize))
+    found: dict[tuple[int, tuple[int, ...]], list[Move]] = {}
+    for have, want in itertools.product(held, wanted):
+        both = list(zip(have.at, have.shape, want.at, want.shape, strict=True))
+        common = [(max(a, c), min(a + n, c + m)) for a, n, c, m in both]
+        if any(a >= b for a, b in common):
+            continue
+        if not shape:
+            return [Slab(first=0, shape=(), moves=(Move((), ()),))]
+        placed = list(zip(common, have.at, have.inside, want.at, want.inside, strict=True))
+        keep = [(a - at + i, b - at + i) for (a, b), at, i, _, _ in placed]
+        to = [a - at + i for (a, _), _, _, at, i in placed]
+        # A run is rows of the first dimension with everything that the file has of the other dimensions.
+        first, last = keep[0]
+        for a in range(first, last, step):
+            rows = min(step, last - a)
+            move = Move(((0, rows), *keep[1:]), (to[0] + a - first, *to[1:]))
+            found.setdefault((a * row, (rows, *shape[1:])), []).append(move)
+    return [Slab(first=a, shape=of, moves=tuple(moves)) for (a, of), moves in found.items()]
