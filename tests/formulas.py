@@ -17,7 +17,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from math import ceil, prod
+from mmap import PAGESIZE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,3 +312,60 @@ def agreement_bytes(nodes: int, ranks_per_node: int, *, cached: bool) -> int:
     """Bytes that a rank sends to agree before a forward, and before a backward that gathers again."""
     words = AGREE_WORDS * (1 if cached else 2)
     return words * 8 if nodes * ranks_per_node > 1 else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes of one rank for an optimizer whose states wait in host memory, in buckets.
+
+    The slabs of all buckets have whole pages; two buckets that follow each other are on the device at a time;
+    every bucket crosses the bus once in each direction.  Steps on the host move gradients and parameters in
+    the states' place, and keep both there beside the states.  Source: ZeRO-Offload (Ren et al., 2021),
+    section 4, for steps on the host.
+
+    host: of host memory or of files.  in_flight: the most of device memory at a time during a step.
+    to_device, to_host: that cross the bus in a step in the steady state.
+    """
+
+    host: int
+    in_flight: int
+    to_device: int
+    to_host: int
+
+
+def state_bytes(buckets: Sequence[Sequence[int]], states: int) -> StateBytes:
+    """The bytes of states that the device steps.
+
+    buckets: for each bucket, the bytes of each home shard in the dtype of the states.  states: S.
+    """
+    sizes = [states * sum(map(_aligned, shards)) for shards in buckets]
+    moved = [size for size in sizes if size]
+    return StateBytes(
+        host=sum(map(_in_pages, moved)),
+        in_flight=max((a + b for a, b in pairwise([0, *moved])), default=0),
+        to_device=sum(moved),
+        to_host=sum(moved),
+    )
+
+
+def bytes_of_host_steps(buckets: Sequence[Sequence[int]], states: int) -> StateBytes:
+    """The bytes of states that the host steps; gradients and states have the dtype of the parameters.
+
+    buckets, states: as in `state_bytes`.
+    """
+    sizes = [(states + 2) * sum(map(_aligned, shards)) for shards in buckets]
+    moved = sum(sum(shards) for shards in buckets)
+    return StateBytes(
+        host=sum(_in_pages(size) for size in sizes if size),
+        in_flight=0,
+        to_device=moved,
+        to_host=moved,
+    )
+
+
+def _aligned(size_bytes: int) -> int:
+    return ceil(size_bytes / 16) * 16
+
+
+def _in_pages(size_bytes: int) -> int:
+    return ceil(size_bytes / PAGESIZE) * PAGESIZE

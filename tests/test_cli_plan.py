@@ -16,7 +16,7 @@ import pytest
 
 from builders_planner import make_profile
 from fcdp_compile.cli import main
-from fcdp_compile.cli.job_arguments import add_job_arguments
+from fcdp_compile.cli.plan import add_job_arguments
 from fcdp_compile.cluster.profile import write_profile
 
 ROW = [

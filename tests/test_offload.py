@@ -24,11 +24,11 @@ import fcdp_compile
 from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.devices import CheckedDevice
 from fcdp_compile.errors import ArgumentError, CheckpointError, FcdpError
-from fcdp_compile.optimizers.state_bytes import bytes_of_host_steps, state_bytes
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.cache import host_budget
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.sharding.shard import state_of
+from tests.formulas import bytes_of_host_steps, state_bytes
 from tests.offloaded import (
     MAKERS,
     TINY,

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from fcdp_compile.cli import stages
 from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.machine import machine_named
 from fcdp_compile.cli.tables.plan import format_plan
 from fcdp_compile.cli.tables.times import PLAN_SUFFIX, Measured, read_measured
 from fcdp_compile.cli.tables.why import explain_bucket
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.cluster.profile import find_profile
+from fcdp_compile.errors import FcdpError, ProfileError
 from fcdp_compile.plan import Direction, Plan, Variant
-from fcdp_compile.plan.cost import Machine
+from fcdp_compile.plan.cost import MACHINES, Machine
 from fcdp_compile.plan.json import diff, one_line, read_plan, to_json
 from fcdp_compile.view.chrome_trace import Event, chrome_trace
 from fcdp_compile.view.short_names import fold_numbers
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> Answer:
     if options.format == "json":
         texts = [to_json(plan).rstrip("\n") for plan in plans.values()]
         return Answer(texts[0] if len(texts) == 1 else "[\n" + ",\n".join(texts) + "\n]")
-    machine, measured = machine_named(options.machine), read_measured(options.folder, whole)
+    machine, measured = _machine_named(options.machine), read_measured(options.folder, whole)
     if options.format == "chrome":
         return Answer(_trace(plans, machine, measured))
     if options.format == "html":
@@ -248,3 +248,19 @@ def _find(folder: Path) -> list[Path]:
 def _with_numbers(name: str) -> list[str | int]:
     """Return a sort key: graph-1000 comes after graph-999."""
     return [int(x) if i % 2 else x for i, x in enumerate(re.split(r"([0-9]+)", name))]
+
+
+def _machine_named(name: str) -> Machine:
+    """Return the speeds of a type of device, of a built-in cluster, or of a profile's file.
+
+    Raises: ProfileError for a damaged file, FcdpError for an unknown name; OSError for a file that
+    cannot be read.
+    """
+    if name in MACHINES:
+        return MACHINES[name]
+    try:
+        return find_profile(name).rank_machine
+    except ProfileError:
+        raise
+    except FcdpError as error:
+        raise FcdpError(f"{error}; {', '.join(MACHINES)} are machines too") from None

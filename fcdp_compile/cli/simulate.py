@@ -6,7 +6,7 @@ import argparse
 import importlib
 
 from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.job_arguments import add_job_arguments, whole
+from fcdp_compile.cli.plan import add_job_arguments, whole
 from fcdp_compile.cluster.plan_request import Sweep
 from fcdp_compile.cluster.quantities import parse_bytes_per_s
 from fcdp_compile.errors import FcdpError

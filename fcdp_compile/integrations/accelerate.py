@@ -14,8 +14,9 @@ from fcdp_compile.extras import require
 require("accelerate", "fcdp in Accelerate")
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,6 @@ from torch.optim import Optimizer
 from fcdp_compile.checkpointing.loading import load
 from fcdp_compile.checkpointing.saving import save
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.integrations.accelerate_states import folder_of, states_of
 from fcdp_compile.integrations.companions import frozen, refuse_shared_parameters, unfreeze
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import sharded_within
@@ -43,6 +43,9 @@ from fcdp_compile.ranks.inner_mesh import PP, cp_of, tp_of
 from fcdp_compile.sharding.no_sync import no_sync
 from fcdp_compile.sharding.shard import is_sharded, mesh_of, model_of, shard, state_of
 from fcdp_compile.torch_compat import own_recompiles
+
+_FOLDER = "fcdp"
+"""The folder within a saved state that `fcdp_compile.save` writes."""
 
 _RECOMPILES = 32
 """Dynamo's 8 are few for a Trainer: it trains and evaluates, with adapters and without, in several shapes."""
@@ -282,20 +285,20 @@ class Accelerator(accelerate.Accelerator):
 
         All ranks must call it; the folder is one that all nodes share.
         """
-        states = states_of(self._models, self._optimizers)
+        states = _states_of(self._models, self._optimizers)
         with self._without_sharded():
             folder: str = super().save_state(output_dir, *args, **kwargs)
         for i, (model, optimizer) in enumerate(states):
-            save(folder_of(folder, i), model=model, optimizer=optimizer)
+            save(_folder_of(folder, i), model=model, optimizer=optimizer)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load what `save_state` has written; all ranks must call it."""
-        states = states_of(self._models, self._optimizers)
+        states = _states_of(self._models, self._optimizers)
         if input_dir is None:
             raise ArgumentError("load_state needs the folder that save_state returned; pass it")
         for i, (model, optimizer) in enumerate(states):
-            load(folder_of(input_dir, i), model=model, optimizer=optimizer)
+            load(_folder_of(input_dir, i), model=model, optimizer=optimizer)
         with self._without_sharded():
             super().load_state(input_dir, *args, **kwargs)
 
@@ -393,3 +396,37 @@ def check_launch(state: AcceleratorState) -> None:
             f"Accelerate was configured to compile with {dynamo_backend.value}, but fcdp compiles; unset "
             "ACCELERATE_DYNAMO_BACKEND (accelerate launch --dynamo_backend no)"
         )
+
+
+def _folder_of(folder: str, i: int) -> Path:
+    """The folder of the i-th model within a saved state."""
+    return Path(folder, _FOLDER if i == 0 else f"{_FOLDER}_{i}")
+
+
+def _states_of(
+    models: Iterable[nn.Module], optimizers: Iterable[Any]
+) -> list[tuple[nn.Module, Optimizer | None]]:
+    """The models with parameters that are trained, each with its optimizer.
+
+    Raises: ArgumentError if a model has several optimizers, or an optimizer several models.
+    """
+    bare: list[Any] = [getattr(o, "optimizer", o) for o in optimizers]
+    found: list[tuple[nn.Module, Optimizer | None]] = []
+    taken: set[int] = set()
+    for root in dict.fromkeys(model_of(m) for m in models):
+        own = {id(p) for p in root.parameters() if p.requires_grad}
+        having = [o for o in bare if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        if len(having) > 1:
+            raise ArgumentError(
+                f"{len(having)} optimizers train one model, but a saved state has one for each model; "
+                "give all its parameters to one optimizer"
+            )
+        if any(id(o) in taken for o in having):
+            raise ArgumentError(
+                "one optimizer trains several models, but a saved state has one for each model; give "
+                "each model an optimizer of its own"
+            )
+        taken.update(map(id, having))
+        if own:
+            found.append((root, having[0] if having else None))
+    return found

@@ -3,8 +3,10 @@
     fabric = Fabric(devices=8, num_nodes=4, strategy=FcdpStrategy())       # the one line that changes
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
+    fabric.save("last", {"model": model, "optimizer": optimizer, "step": step})    # a folder
+    fabric.load("last", state)                                        # on any number of nodes and ranks
 
-`fabric_checkpoints` saves and loads.  The rest, such as launching and samplers, is the DDP strategy's.
+Launching, samplers and the like are the DDP strategy's.
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ require("lightning_fabric", "fcdp in Lightning Fabric")
 import functools
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from lightning_fabric.strategies.ddp import DDPStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp_compile.errors import ArgumentError
-from fcdp_compile.integrations.fabric_checkpoints import FabricCheckpoints
+from fcdp_compile.checkpointing.loading import load
+from fcdp_compile.checkpointing.saving import save
+from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
 from fcdp_compile.params.mesh import make_mesh
@@ -37,7 +42,7 @@ from fcdp_compile.sharding.shard import is_sharded, mesh_of, shard
 __all__ = ["FcdpOptions", "FcdpStrategy"]
 
 
-class FcdpStrategy(FabricCheckpoints):
+class FcdpStrategy(DDPStrategy):
     """Shards and compiles the models that Fabric sets up.
 
     fcdp: the options; by default strategy "fcdp" on Fabric's nodes.
@@ -113,9 +118,71 @@ class FcdpStrategy(FabricCheckpoints):
         norm = super().clip_gradients_norm(*args, **options)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
+    # --- saving: all ranks must call these methods ---------------------------------------------------------
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save to a folder with `fcdp_compile.save`; a state without a sharded model as the DDP strategy."""
+        parts = _parts(state)
+        if parts is None:
+            super().save_checkpoint(path, state, storage_options, filter)
+            return
+        if filter:
+            raise CheckpointError(
+                "fabric.save(filter=…) cannot leave out parts of a sharded model; leave filter out, or call "
+                "fcdp_compile.save(…, frozen=False), which leaves out frozen parameters"
+            )
+        save(path, parts.model, optimizer=parts.optimizer, extra=parts.rest)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, *args: Any, **options: Any
+    ) -> dict[str, Any]:
+        """Load what `save_checkpoint` saved, on any number of nodes and ranks; return what `state` lacks."""
+        parts = _parts(state) if isinstance(state, Mapping) else None
+        if parts is None:
+            if os.path.isdir(path):
+                raise CheckpointError(
+                    f"{path} is a folder, as FcdpStrategy saves it, which loads into a sharded model only; "
+                    'call fabric.load(path, {"model": model, …}) after fabric.setup'
+                )
+            return super().load_checkpoint(path, state, strict, *args, **options)
+        takers = {k: v for k, v in parts.rest.items() if hasattr(v, "load_state_dict")}
+        extra = load(path, parts.model, optimizer=parts.optimizer, extra=takers).extra
+        loaded = extra if isinstance(extra, dict) else {}  # `fcdp_compile.save` takes any tree
+        if strict and (missing := [k for k in parts.rest if k not in loaded]):
+            raise CheckpointError(
+                f"{path} has no {missing[0]!r}; leave it out, or give strict=False"
+            )
+        state.update({k: v for k, v in loaded.items() if k in parts.rest and k not in takers})
+        return {k: v for k, v in loaded.items() if k not in state}
+
 
 class _NoSync:
     """What `fabric.no_backward_sync` calls."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         return no_sync(module) if enabled else nullcontext()
+
+
+class _Parts(NamedTuple):
+    """The parts of a state that Fabric saves or loads; rest: what is neither sharded nor an optimizer."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    rest: dict[str, Any]
+
+
+def _parts(state: Mapping[str, Any]) -> _Parts | None:
+    """Take a state apart; None if it has no sharded model."""
+    models = {k: v for k, v in state.items() if is_sharded(v)}
+    optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+    if not models:
+        return None
+    if len(models) > 1 or len(optimizers) > 1:
+        raise CheckpointError(
+            f"the state has {', '.join(map(repr, [*models, *optimizers]))}, but a folder holds one sharded "
+            "model and one optimizer; save each model with its optimizer to a folder of its own"
+        )
+    rest = {k: v for k, v in state.items() if k not in models and k not in optimizers}
+    return _Parts(next(iter(models.values())), next(iter(optimizers.values()), None), rest)

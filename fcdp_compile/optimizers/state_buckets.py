@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fcdp_compile.optimizers.state_bytes import aligned
 from fcdp_compile.optimizers.state_kinds import StateKinds, is_like
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.home_tensor import HomeTensor
@@ -26,6 +25,9 @@ from fcdp_compile.plan import LANES, Kind
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
+
+_ALIGNMENT = 16
+"""Bytes to which a state is rounded up: the widest load of a GPU's thread."""
 
 States = Mapping[Any, dict[str, Any]]
 """The states of an optimizer by parameter."""
@@ -90,7 +92,7 @@ class StateBucket:
                 self._places[-1][key] = StatePlace(
                     offset=offset, size_bytes=size, dtype=dtype, shape=part.shape, stride=stride
                 )
-                offset += aligned(size)
+                offset += -(-size // _ALIGNMENT) * _ALIGNMENT
         self.size_bytes = offset
 
     def put_on(self, slab: Tensor) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.optimizers.state_buckets import StateBucket
-from fcdp_compile.optimizers.state_bytes import in_pages
 from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.pinned import PinnedPool
@@ -44,7 +43,7 @@ class StateMemory:
 
         Raises: FcdpError on every rank if any rank has no room; nothing is taken then.
         """
-        size = sum(in_pages(b.size_bytes) for b in buckets)
+        size = sum(-(-b.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for b in buckets)
         booked = 0
         if self._folder is None:
             booked = self._host.book(

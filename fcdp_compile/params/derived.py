@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.home_collectives import part_of
 from fcdp_compile.params.home_tensor import HomeTensor
+from fcdp_compile.params.whole_ops import is_plain
 from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.torch_compat import (
     skip_frames_below,
@@ -154,11 +155,6 @@ def local_of(shard: HomeTensor, **options: Any) -> Tensor:
         return DTensor.to_local(shard, **options)
     local: Tensor = _Local.apply(shard)  # type: ignore[no-untyped-call]
     return local
-
-
-def is_plain(value: object) -> bool:
-    """Whether a value is a tensor but not a DTensor."""
-    return isinstance(value, Tensor) and not isinstance(value, DTensor)
 
 
 def _is_whole_copy(target: Any, source: Any) -> bool:

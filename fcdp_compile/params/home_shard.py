@@ -30,10 +30,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.params.derived import Sharded, is_plain, local_of
+from fcdp_compile.params.derived import Sharded, local_of
 from fcdp_compile.params.gate import Calls
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.params.whole_ops import is_plain
 from fcdp_compile.ranks.inner_mesh import INTER, INTRA, TP
 from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import (

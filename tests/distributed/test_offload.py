@@ -25,10 +25,10 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 import fcdp_compile
 from fcdp_compile.errors import FcdpError, PlanMismatchError
-from fcdp_compile.optimizers.state_bytes import state_bytes
 from fcdp_compile.runtime.cache import host_budget
 from fcdp_compile.sharding.shard import state_of
 from tests.distributed.ranks import run
+from tests.formulas import state_bytes
 
 pytestmark = pytest.mark.distributed
 

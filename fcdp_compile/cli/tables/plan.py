@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from fcdp_compile.cli.tables.schedule import format_schedule
-from fcdp_compile.cli.tables.table import mib, table, wrapped
+from fcdp_compile.cli.tables.table import mib, ms, table, wrapped
 from fcdp_compile.cli.tables.times import Measured
 from fcdp_compile.files.json_records import one_line
-from fcdp_compile.plan import Bucket, Placement, Plan
-from fcdp_compile.plan.cost import Machine
+from fcdp_compile.plan import INNER, Bucket, Lane, Placement, Plan, Schedule, Step
+from fcdp_compile.plan.cost import Machine, Slot, Timeline
 from fcdp_compile.simulator import simulate
 from fcdp_compile.view.short_names import fold_numbers, fold_params
 
@@ -23,6 +22,8 @@ _BUCKET_HEADERS = (
     "strategy",
     "tier",
 )
+
+_LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 
 
 def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured: Measured) -> str:
@@ -47,7 +48,7 @@ def format_plan(name: str, plan: Plan, *, machine: Machine, note: str, measured:
         times = {"predicted": simulate(schedule, machine, plan.ranks_per_node)}
         if (found := measured.get((schedule.direction, schedule.variant))) is not None:
             times["measured"] = found
-        sections.append(format_schedule(schedule, title, times))
+        sections.append(_format_schedule(schedule, title, times))
     return "\n\n".join(sections)
 
 
@@ -84,3 +85,67 @@ def _sizes(*buckets: Bucket) -> tuple[str, ...]:
     """Return the sums of slots, node shards and full parameters in MiB."""
     sizes = [(b.slot_bytes, b.node_bytes, b.full_bytes) for b in buckets] or [(0, 0, 0)]
     return tuple(mib(sum(column)) for column in zip(*sizes, strict=True))
+
+
+def _format_schedule(schedule: Schedule, title: str, times: dict[str, Timeline]) -> str:
+    """Return the tables under a title; times: timelines by their name, such as "predicted"."""
+    sections = [title, _format_steps(schedule, times), _format_links(schedule)]
+    if times:
+        sections.append(_format_times(times))
+    return "\n\n".join(sections)
+
+
+def _format_steps(schedule: Schedule, times: dict[str, Timeline]) -> str:
+    timed = [f"{name} ms" for name in times]
+    headers = ("step", "kind", "lane", "bucket", "bytes", "waits for", *timed, "label")
+    rows = [
+        (*_step_row(step), *(_slot(time.slots[i]) for time in times.values()), one_line(step.label))
+        for i, step in enumerate(schedule.steps)
+    ]
+    moved = sum(step.bytes for step in schedule.steps)
+    total = ("total", f"{len(schedule.steps)} steps", "", "", str(moved), "", *[""] * len(times))
+    rows.append((*total, ""))
+    align = ("right", "left", "left", "right", "right", "left", *["right"] * len(times), "left")
+    return table(headers, rows, align, flexible=len(headers) - 1)
+
+
+def _step_row(step: Step) -> tuple[str, ...]:
+    return (
+        str(step.index),
+        step.kind.value,
+        step.lane.value,
+        "" if step.bucket is None else str(step.bucket),
+        str(step.bytes),
+        fold_numbers(sorted(step.waits)),
+    )
+
+
+def _slot(slot: Slot) -> str:
+    """Return when a step starts, and how long it takes."""
+    return f"{ms(slot.start_s)} +{ms(slot.end_s - slot.start_s)}"
+
+
+def _format_links(schedule: Schedule) -> str:
+    rows = []
+    for lane in _LINKS:
+        steps = [step for step in schedule.steps if step.lane is lane]
+        moved = sum(step.bytes for step in steps)
+        rows.append((lane.value, str(len(steps)), str(moved), mib(moved)))
+        sent = [step.inner_bytes for step in schedule.steps if step.inner_bytes]
+        if lane is Lane.INTRA and sent:
+            rows.append((INNER, f"in {len(sent)}", str(sum(sent)), mib(sum(sent))))
+    return table(("link", "steps", "bytes", "MiB"), rows, ("left", "right", "right", "right"))
+
+
+def _format_times(times: dict[str, Timeline]) -> str:
+    """Return a table of the total time, how long compute waits, and how long each lane is busy."""
+    has_inner = any(time.inner for time in times.values())
+    headers = ("ms", "total", "exposed", *(lane.value for lane in Lane), *[INNER] * has_inner)
+    rows = [
+        (
+            *(name, ms(t.total_s), ms(t.exposed_s), *(ms(t.busy_s[lane]) for lane in Lane)),
+            *[ms(t.inner_s) if t.inner else ""] * has_inner,
+        )
+        for name, t in times.items()
+    ]
+    return table(headers, rows, ("left", *["right"] * (len(headers) - 1)))
