@@ -21,9 +21,11 @@ from fcdp_compile.cli.tables.times import PLAN_SUFFIX, Measured, read_measured
 from fcdp_compile.cli.tables.why import explain_bucket
 from fcdp_compile.cluster.profile import find_profile
 from fcdp_compile.errors import FcdpError, ProfileError
+from fcdp_compile.files.json_records import one_line
 from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.plan.cost import MACHINES, Machine
-from fcdp_compile.plan.json import diff, one_line, read_plan, to_json
+from fcdp_compile.plan.diff import diff
+from fcdp_compile.plan.json import read_plan, to_json
 from fcdp_compile.view.chrome_trace import Event, chrome_trace
 from fcdp_compile.view.short_names import fold_numbers
 from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html

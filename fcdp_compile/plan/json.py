@@ -5,19 +5,8 @@ from __future__ import annotations
 import os
 
 from fcdp_compile.errors import PlanFormatError
-from fcdp_compile.files.json_records import MAX_FILE_BYTES, RecordFormat, fail, one_line
+from fcdp_compile.files.json_records import RecordFormat, fail
 from fcdp_compile.plan import SCHEMA, Kind, Plan
-from fcdp_compile.plan.diff import diff
-
-__all__ = [
-    "MAX_FILE_BYTES",
-    "diff",
-    "from_json",
-    "one_line",
-    "read_plan",
-    "to_json",
-    "write_plan",
-]
 
 
 def _check(plan: Plan) -> None:

@@ -30,7 +30,7 @@ from fcdp_compile.extras import require
 from fcdp_compile.passes import partition
 from fcdp_compile.planner import packed, traced
 from fcdp_compile.planner.packed import pack_frozen
-from fcdp_compile.planner.traced import Build, Inputs
+from fcdp_compile.planner.traced import Build, Inputs, first_line
 from fcdp_compile.suggestion import did_you_mean
 
 
@@ -278,10 +278,9 @@ def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, In
     except FcdpError:
         raise
     except Exception as error:  # a user's function may raise anything for tensors without values
-        why = f"{type(error).__name__}: {_first_line(error)}"
         raise FcdpError(
-            f"{name}({batch}, {seq}) failed ({why}); while fcdp calls it, tensors are fake and have no "
-            "values; build the model from its configuration, without weights from files"
+            f"{name}({batch}, {seq}) failed ({first_line(error)}); while fcdp calls it, tensors are fake and "
+            "have no values; build the model from its configuration, without weights from files"
         ) from error
     if isinstance(made, nn.Module):
         raise FcdpError(
@@ -295,11 +294,6 @@ def _call(function: Any, name: str, batch: int, seq: int) -> tuple[nn.Module, In
             "forward"
         )
     return made
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else "no reason given"
 
 
 def _inputs_of(model: nn.Module) -> str:

@@ -219,7 +219,7 @@ def _built(build: Build, seq: int) -> tuple[nn.Module, Inputs]:
         raise
     except Exception as error:  # a model's code may raise anything
         raise FcdpError(
-            f"the model cannot be built without weights and data ({_first_line(error)})"
+            f"the model cannot be built without weights and data ({first_line(error)})"
         ) from error
 
 
@@ -294,7 +294,7 @@ def _without_dynamos_warnings() -> Iterator[None]:
 
 
 def _why_untraceable(error: Exception) -> str:
-    why = f"{_first_line(error)}{_place(error)}"
+    why = f"{first_line(error)}{_place(error)}"
     return (
         f"the model cannot be traced without data ({why}); if it needs an input that it did not "
         "get, give --model a function your_module:build_fn that returns the model and a mapping of all its "
@@ -310,7 +310,8 @@ def _place(error: BaseException) -> str:
     return f", at {found[-1].filename}:{found[-1].lineno}" if found else ""
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The kind of an error, and the first line of its message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return ": ".join([type(error).__name__, *lines[:1]])
 

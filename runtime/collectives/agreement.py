@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.params.seals.fingerprint import fingerprint
-from fcdp_compile.plan import json as plan_json
+from fcdp_compile.plan.diff import diff
+from fcdp_compile.plan.json import from_json
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.collectives.collectives import Collectives
 
@@ -171,10 +172,10 @@ def _mode_mismatch(modes: list[str]) -> str:
 
 
 def _mismatch(texts: list[str]) -> str:
-    plans = [plan_json.from_json(text, source=f"plan of rank {i}") for i, text in enumerate(texts)]
+    plans = [from_json(text, source=f"plan of rank {i}") for i, text in enumerate(texts)]
     other = first_other([plan.digest() for plan in plans])
     assert other is not None, "ranks that compiled one plan do not come here"
-    lines = "\n  ".join(plan_json.diff(plans[0], plans[other], names=("rank 0", f"rank {other}")))
+    lines = "\n  ".join(diff(plans[0], plans[other], names=("rank 0", f"rank {other}")))
     return (
         f"ranks 0 and {other} compiled different plans; make every rank run the same model with the same "
         f"settings, and take the same branches whatever its data. The differences:\n  {lines}"
