@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
