@@ -71,6 +71,11 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Use]:
+    """The known buckets that serve these parameters.
+
+    A cached bucket serves any of its parameters.  A bucket that this graph must gather serves only if the
+    graph reads all of its parameters, and none of them has another bucket.
+    """
     by_name = {ctx.specs[k].name: k for k in keys}
     found: dict[str, Bucket] = {}
     for key in keys:
@@ -81,7 +86,6 @@ def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Use]:
                 for k in members
             )
             can_load = bucket.strategy.is_resident or ctx.direction is Direction.BACKWARD
-            # A bucket that this graph gathers must get all of its parameters here; to load it, any will do.
             if unchanged and can_load and ctx.placements[bucket.id].is_cached:
                 found[key] = bucket
                 break

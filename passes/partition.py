@@ -215,7 +215,10 @@ def _set_outputs(graph: Graph, outputs: list[Any]) -> None:
 
 
 def _save_shards(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
-    """Replace each saved value made of parameters by its recomputation from saved shards."""
+    """Let the backward compute what is made of parameters, from shards that the forward saves instead.
+
+    saved: cast(unshard(w)), x   ->   saved: w's shard, x;   the backward begins with cast(unshard(shard))
+    """
     derived = _made_of_parameters(fw)
     outputs = _outputs(fw)
     saved = outputs[num_fwd_outputs:]
@@ -225,8 +228,8 @@ def _save_shards(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
         return
     added = _add_inputs(bw, rebuilt, inputs)
     for node, placeholder in rebuilt.items():
-        # Each value gets its own copies.  Shared copies would have to be before the first user of all
-        # values; `lower` finds that place anyway when it merges the copies of an `unshard`.
+        # Each value gets its own copies of the nodes that compute it, right before its first user.  `lower`
+        # later merges the copies of one `unshard`.
         env = dict(inputs)
         with bw.inserting_before(_first_user(bw, placeholder)):
             for needed in _chain(node):

@@ -133,7 +133,11 @@ class _Queue:
 
 
 class _Sweep:
-    """Goes through the cuts in order and decides what happens at each."""
+    """Goes through the cuts in order and decides which communication starts or ends at each.
+
+    At a cut, in this order: free what nothing reads any more; start what compute waits for here; start later
+    gathers while the budget has room; start the reductions of gradients that are complete here; wait.
+    """
 
     def __init__(
         self, graph: Graph, gathers: list[Gather], reductions: list[Reduction], ctx: PassContext

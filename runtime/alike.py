@@ -14,10 +14,10 @@ Keys = tuple[str | None, ...]
 
 
 class AlikePlans:
-    """The function that Dynamo calls instead of one graph of the model.
+    """What Dynamo calls in place of one traced graph: it finds the plan for the parameters of the call.
 
-    A call with parameters that were not seen together before makes another plan, with other buckets.  Every
-    rank makes the same plans in the same order, since all ranks call the same modules.
+    Equal layers share the trace.  Each set of parameters has a plan with buckets of its own, which is made in
+    its first call.  All ranks call the same modules, so they make the same plans in the same order.
 
     first: the plan for the parameters that the graph was traced with.  places: where each direction's graph
     has which of them among its inputs.  make: a plan for other parameters, by the keys of the first plan's.

@@ -205,7 +205,11 @@ class CompiledPlan:
         return model
 
     def _prepare(self, model: ShardedModel, *, accumulates: bool, is_given: bool) -> Variant:
-        """Agree with the other ranks, refresh buckets that must be valid at the start, choose the variant.
+        """Agree with the other ranks, make copies valid that no graph makes valid, and choose the variant.
+
+        cold   all kept buckets of the graph are stale: the graph gathers and stores them
+        warm   none is: the graph loads them.  If only some are stale, those are gathered here first, because
+               the cold graph would gather the valid buckets again
 
         is_given: whether this rank was given other values than the model's own.
         """
@@ -232,8 +236,6 @@ class CompiledPlan:
         for bucket in buckets.values():
             if not bucket.placement.is_cached:
                 model.release_rivals(bucket)
-        # If only some kept buckets are stale (an earlier graph of this step gathered a tied weight), the cold
-        # variant would gather the valid buckets again.
         cold = bool(in_graph) and len(in_graph) == len(kept)
         for bucket in stale:
             model.release_rivals(bucket)

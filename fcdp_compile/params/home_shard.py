@@ -254,6 +254,12 @@ class HomeShard(Sharded):
         _released.pop(storage_id(held), None)
 
     def _given_local(self) -> Tensor:
+        """The attribute `_local_tensor`: the local shard, for whoever may keep it and write to it later.
+
+        So the seal is broken, and the shard holds an alias from now on: then the tensor that was handed out
+        counts as another user of the memory ([Note: released shards]).  While the model is being called,
+        only guards read the attribute, and get the tensor as it is.
+        """
         if self._calls is not None and self._calls.inside:
             return self.held
         self.expose()

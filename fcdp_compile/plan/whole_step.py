@@ -149,7 +149,12 @@ class _Placed:
 
 
 class _Joining:
-    """Schedules of one direction that run one after the other."""
+    """Joins the schedules of one direction, which run one after the other, into one schedule.
+
+    Each part keeps its order, with two exceptions.  The transfers that the next part begins with move to
+    before it: they start right after the last fetch of the part before.  The drain of a part, in which its
+    last reductions end, moves behind the body of the next part.
+    """
 
     def __init__(self, parts: Sequence[Schedule], buckets: Mapping[int, Bucket]) -> None:
         self._parts = parts
@@ -187,7 +192,7 @@ class _Joining:
         )
 
     def _waits(self, number: int, step: Step) -> list[int]:
-        """The waits of a step; what packs a home shard for a transfer that starts early is not waited for."""
+        """The steps that a step waits for; a transfer that starts early packs its home shard itself."""
         early = self._early[number]
         return [w for w in step.waits if step.index not in early or w in early]
 
@@ -195,6 +200,7 @@ class _Joining:
         return self._parts[placed.part].memory_bytes[placed.at] + placed.beside_bytes
 
     def _order(self) -> Iterator[_Placed]:
+        """All steps in their new order."""
         last = len(self._parts) - 1
         draining = 0  # bytes of the last part's gradients that are still reduced
         for number, part in enumerate(self._parts):
@@ -217,6 +223,7 @@ class _Joining:
         yield from self._drain(last, 0)
 
     def _crossing(self, number: int, draining: int) -> Iterator[_Placed]:
+        """The transfers of a part that start before it."""
         for at in self._early[number]:
             yield _Placed(number, at, draining)
 

@@ -103,6 +103,13 @@ def _in_group(state: ModuleState, name: str, part: Tensor) -> Tensor:
 
 
 def _gathering_property(name: str) -> property:
+    """The attribute of a sharded parameter.
+
+    Outside of the model's forward it is the parameter.  Within, it is the gathered parameter: already whole
+    within `gathered`; else gathered by the op `UNSHARD`, once its class and cut are checked; traced, with the
+    key that Dynamo takes for a constant; eager, with a note for the backward of what was read.
+    """
+
     def get(self: nn.Module) -> Tensor:
         parameter = self._parameters.get(name)
         state = _state(self)

@@ -99,10 +99,13 @@ def find_reductions(graph: Graph) -> list[Reduction]:
 
 
 def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
-    # With one node, a rank's home buffer is stored.
+    """The gather that ends with a wait; chain: its steps, in order.
+
+    What is stored, the node shard, depends on the sizes: the home buffer with one node (`before`), the result
+    of the first step (`early`), or the result of the last step with one rank per node (`last`).
+    """
     before = [s for n in chain[0].all_input_nodes if (s := _next(n, (ops.store,))) is not None]
     early = [s for n in chain[:-1] if (s := _next(n, (ops.store,))) is not None]
-    # With one rank per node, what the gather between nodes makes is stored, and is the full bucket.
     last = [] if (s := _next(chain[-1], (ops.store,))) is None else [s]
     two_stages = len(chain) > 1
     beside = [n for n in chain[-1].all_input_nodes if n is not chain[-2]] if two_stages else []

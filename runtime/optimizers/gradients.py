@@ -59,7 +59,11 @@ class _Backward:
 
 
 class Accumulation:
-    """The gradients of one model that accumulate on this rank.
+    """The gradients of one model that wait on this rank, and the backwards that add to them or take them.
+
+    A graph's backward first says that it begins (`begin_graph`).  Its steps then `collect` what waits and, if
+    it accumulates, let the sum wait again (`accumulate`).  When autograd has ended the whole backward, what
+    still waits is reduced, if any of its graphs synchronises ([Note: end of a backward]).
 
     is_on: whether forwards that begin now accumulate in their backward.
     """
