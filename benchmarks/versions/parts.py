@@ -63,7 +63,7 @@ PARTS = (
         "inductor",
         "segments compiled by Inductor",
         f"{_DISTRIBUTED}inductor.py",
-        "tests/test_compute.py",
+        "tests/backend/test_compute.py",
     ),
     VersionsPart(
         name="demo",

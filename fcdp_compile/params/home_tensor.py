@@ -10,6 +10,17 @@ of uneven shards.  So a `HomeTensor` is a DTensor that
 * runs elementwise ops, such as an optimizer's, on the local tensors (`local_ops`).
 
 Results of ops on HomeTensors are HomeTensors.
+
+[Note: ways to run an op]
+An op on sharded tensors runs in the first of these ways that applies:
+
+1. A detach of a late gradient stays late.  Every other op breaks the seals of what it may write to.
+2. GradScaler's op has its own rule.  A write to a copy that only looks like a view is refused.
+3. Reshapes in place.
+4. The op needs the local shards alone (`run_locally`).
+5. The op draws random numbers, takes elements out, or meets plain tensors: it runs on whole tensors.
+6. DTensor has no rule for it, or its rule fails on shards like these: it runs on whole tensors.
+7. DTensor's rule.
 """
 
 from __future__ import annotations
@@ -235,16 +246,7 @@ class HomeTensor(DTensor):
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op on sharded tensors, in the first of these ways that applies.
-
-    1. A detach of a late gradient stays late.  Every other op breaks the seals of what it may write to.
-    2. GradScaler's op has its own rule.  A write to a copy that only looks like a view is refused.
-    3. Reshapes in place.
-    4. The op needs the local shards alone (`run_locally`).
-    5. The op draws random numbers, takes elements out, or meets plain tensors: it runs on whole tensors.
-    6. DTensor has no rule for it, or its rule fails on shards like these: it runs on whole tensors.
-    7. DTensor's rule.
-    """
+    """Run an op on sharded tensors: [Note: ways to run an op]."""
     if func is _aten.detach.default and type(late := _SLOT.__get__(args[0])) is LateTensor:
         return HomeTensor.adopt(
             DTensor.__new__(DTensor, late.detach(), args[0]._spec, requires_grad=False)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.seals import seal
-from fcdp_compile.runtime.parameters import validity
+from fcdp_compile.runtime.buckets import validity
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, Case
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FACTORIES = {
     *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones"),
     *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),

@@ -197,7 +197,7 @@ def test_write_then_find(tmp_path: Path) -> None:
 
 
 def test_the_measured_profile_is_valid() -> None:
-    path = Path(__file__).parents[1] / "docs" / "benchmarks" / "cluster-2x2-1gbit.json"
+    path = Path(__file__).parents[2] / "docs" / "benchmarks" / "cluster-2x2-1gbit.json"
     profile = find_profile(str(path))
     assert (profile.name, profile.nodes, profile.ranks_per_node) == ("simulated-2x2-1gbit", 2, 2)
     assert {s.of for s in profile.samples} == set(Measured)

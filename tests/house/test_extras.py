@@ -15,7 +15,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner.source import ModelOptions, find_source
 from fcdp_compile.planner.sweep_plot import check_plot
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 _IMPORTS = """
 import importlib, sys

@@ -16,7 +16,7 @@ from builders_plan import make_plan
 from fcdp_compile.cli import main
 from fcdp_compile.plan.json import write_plan
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
