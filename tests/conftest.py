@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import zlib
+from collections import Counter
 from contextlib import suppress
 
 import pytest
@@ -43,3 +44,19 @@ def pytest_collection_finish() -> None:
     """Keep the half a million objects that imports made, which stay for good, out of later collections."""
     gc.collect()
     gc.freeze()
+
+
+_SHOWN_FILES = 10
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Show the files that took longest: a new test that is long replaces or joins one of these."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section(f"slowest {_SHOWN_FILES} of {len(seconds)} files")
+    for file, taken_s in seconds.most_common(_SHOWN_FILES):
+        terminalreporter.write_line(f"{taken_s:8.1f} s  {file}")
+    terminalreporter.write_line(f"{seconds.total():8.1f} s  in all")
