@@ -34,7 +34,7 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all bench gpu versions peers release-check docs lint format types clean
+.PHONY: help demo test test-slow test-rare test-all bench gpu versions peers release-check docs lint format types clean
 # Two pips must not write to one environment at a time.
 .NOTPARALLEL:
 
@@ -47,11 +47,14 @@ demo: $(STAMPS)/$(MODE)-examples  ## fine-tune with LoRA on 2 x 2 simulated rank
 
 # Always the checkout: Python started here imports fcdp_compile from this folder, and only the editable
 # install's finder adds passes/ and runtime/ to it.
-test: $(STAMPS)/editable-test  ## run the tests, but for those marked slow
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
+test: $(STAMPS)/editable-test  ## run the tests, but for those marked slow or rare
+	$(BIN)/python -m pytest -m "not slow and not rare" $(PARALLEL) $(PYTEST_ARGS)
 
-test-slow: $(STAMPS)/editable-test  ## run the tests marked slow; PYTEST_ARGS="--part 0/10" runs a tenth
+test-slow: $(STAMPS)/editable-test  ## run the tests marked slow; PYTEST_ARGS="--part 0/5" runs a fifth
 	$(BIN)/python -m pytest -m slow $(PARALLEL) $(PYTEST_ARGS)
+
+test-rare: $(STAMPS)/editable-test  ## run the tests marked rare, which take hours
+	$(BIN)/python -m pytest -m rare $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(STAMPS)/editable-test  ## run all tests
 	$(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS)

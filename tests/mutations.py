@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "mutations.json"
 COUNT = 60
 LIMIT_S = 1800
-FAST = "not distributed and not cluster and not slow and not gpu"
+FAST = "not distributed and not cluster and not slow and not rare and not gpu"
 _NOT_ASKED = ("docs", "benchmarks", "examples", "cluster", "test_packaging.py", "test_shapes.py")
 """Tests of documents, packaging, examples and the text of the source, which check no numbers."""
 

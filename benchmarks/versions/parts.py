@@ -41,7 +41,7 @@ class VersionsPart:
 def _tests(
     name: str, about: str, *files: str, limit_s: int = 1800, also: Sequence[str] = ()
 ) -> VersionsPart:
-    arguments = ("-m", "pytest", "-q", "-m", "not slow", *also, *files)
+    arguments = ("-m", "pytest", "-q", "-m", "not slow and not rare", *also, *files)
     return VersionsPart(name=name, about=about, arguments=arguments, limit_s=limit_s)
 
 
@@ -79,7 +79,7 @@ PARTS = (
         "tests in one process: passes, planner, runtime, checkpoints, loading",
         "tests",
         also=(
-            *("-m", "not slow and not distributed and not cluster"),
+            *("-m", "not slow and not rare and not distributed and not cluster"),
             *(f"--ignore=tests/{place}" for place in _ELSEWHERE),
         ),
         limit_s=5400,

@@ -247,7 +247,7 @@ print(json.dumps([counters["inductor"][n] for n in names]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_second_process_finds_every_segment_in_inductors_cache(tmp_path: Path) -> None:
     found = []
     for _ in range(2):

@@ -519,7 +519,7 @@ print(steps, attention)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.distributed
 def test_a_checker_sees_the_operators_of_our_programs() -> None:
     """A mode around the whole step would make Dynamo run the model uncompiled."""
@@ -539,7 +539,7 @@ def test_a_checker_sees_the_operators_of_our_programs() -> None:
 # --- everything -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.distributed
 def test_every_part_runs_on_a_cpu_or_says_why_not(tmp_path: Path) -> None:
     argv = ["--device", "cpu", "--quick", "--seconds", "1800", "--out", str(tmp_path)]

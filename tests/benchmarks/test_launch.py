@@ -32,7 +32,7 @@ def _job(system: str) -> BenchmarkJob:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
     rows: list[ResultRow] = []
     for system in ("ddp", "fcdp"):
@@ -57,7 +57,7 @@ def test_two_systems_on_two_nodes_agree(tmp_path: Path) -> None:
     assert capped.step_s >= 0.5 * capped.transfer_s, "the cap was in place"
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_job_that_fails_says_why(tmp_path: Path) -> None:
     found = run_job(_job("nonsense"), folder=tmp_path, timeout_s=60)
     assert isinstance(found, Failure)

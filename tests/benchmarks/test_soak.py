@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.distributed
 def test_a_few_steps_print_what_the_process_holds() -> None:
     done = subprocess.run(

@@ -57,7 +57,9 @@ def _points(jobs: list[Small], folder: Path, *, over: bool) -> list[str]:
     return disk.points
 
 
-@pytest.mark.parametrize("over", [True, False], ids=["over another", "the first"])
+@pytest.mark.parametrize(
+    "over", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["over another", "the first"]
+)
 def test_a_save_killed_at_any_point(jobs: list[Small], tmp_path: Path, over: bool) -> None:
     points = _points(jobs, tmp_path / "points", over=over)
     renamed = points.index("renamed record")

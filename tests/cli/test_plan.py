@@ -190,7 +190,7 @@ def test_json(run: Run, place: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in (place / "kept").iterdir()} == kept
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_adapters_send_less(run: Run) -> None:
     arguments = ("--format", "json", "--strategy", "zero3,fcdp")
     trained = _rows(run("plan", *arguments, model="gpt.json")[1])

@@ -14,7 +14,7 @@ pytestmark = needs_nodes
 _LIMIT_BYTES_PER_S = 200e6 / 8
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_limited_card_is_found(tmp_path: Path) -> None:
     """The token bucket is the upper limit; headers, and messages that peers wait for, take up to a tenth."""
     path = tmp_path / "cluster.json"

@@ -62,7 +62,7 @@ def _report(what: str, sent: int, limit: float) -> None:
     print(f"{what}: {sent} bytes sent by the node, at most {int(limit)} allowed")  # noqa: T201
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_every_strategy_sends_what_the_formula_says(tmp_path: Path) -> None:
     """In every step of full fine-tuning after the first, with 2 % for headers.
 
@@ -93,7 +93,7 @@ def test_every_strategy_sends_what_the_formula_says(tmp_path: Path) -> None:
                 assert expected <= sent <= 1.02 * expected + _SLACK
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_ranks_that_share_send_their_parts_only(ranks_per_node: int, tmp_path: Path) -> None:
     """Sequences, parameters or both shared within a node: what the model itself sends stays there."""
@@ -121,7 +121,7 @@ def test_ranks_that_share_send_their_parts_only(ranks_per_node: int, tmp_path: P
                 assert expected <= sent <= limit
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_full_fine_tuning_gathers_and_reduces_once(wire: Callable[[str], list[Wire]]) -> None:
     for node, found in enumerate(wire("full")):
         assert found.trainable_bytes == found.all_bytes
@@ -132,6 +132,7 @@ def test_full_fine_tuning_gathers_and_reduces_once(wire: Callable[[str], list[Wi
             assert sent >= limit / 2, "the control: what must cross has crossed"
 
 
+@pytest.mark.slow
 def test_lora_sends_adapters_only(wire: Callable[[str], list[Wire]]) -> None:
     for node, found in enumerate(wire("lora")):
         trained = found.trainable_bytes
@@ -143,7 +144,7 @@ def test_lora_sends_adapters_only(wire: Callable[[str], list[Wire]]) -> None:
         assert all(sent <= limit for sent in found.steps[1:])
 
 
-@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+@pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.rare), "lora"])
 def test_evaluation_sends_nothing_after_its_first_batch(
     wire: Callable[[str], list[Wire]], mode: str
 ) -> None:

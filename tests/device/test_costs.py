@@ -96,6 +96,7 @@ def _all(mesh: DeviceMesh) -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_steps_and_saves_copy_nothing_to_pageable_memory_and_lanes_keep_none() -> None:
     for found in run(_all, nodes=2, ranks_per_node=2):
         assert found.pop("the control") == (1, 0)

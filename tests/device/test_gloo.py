@@ -72,6 +72,6 @@ def test_parameters_cut_by_tensor_parallelism_are_read() -> None:
     run(_read_cut_in_the_node, nodes=1, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("case", ["odd", "odd-lora"])
+@pytest.mark.parametrize("case", ["odd", pytest.param("odd-lora", marks=pytest.mark.slow)])
 def test_sharded_values_are_read_and_reduced_as_on_one_rank(case: str) -> None:
     run(_train, case, nodes=2, ranks_per_node=2)

@@ -79,7 +79,7 @@ _ELSEWHERE = {
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks_per_node"), [(1, 2), pytest.param(3, 1, marks=pytest.mark.slow)]
+    ("nodes", "ranks_per_node"), [(1, 2), pytest.param(3, 1, marks=pytest.mark.rare)]
 )
 def test_gradients_and_parameters_are_those_of_replicated_training(
     nodes: int, ranks_per_node: int
@@ -89,6 +89,7 @@ def test_gradients_and_parameters_are_those_of_replicated_training(
     run(_train_all, trials, nodes=nodes, ranks_per_node=ranks_per_node)
 
 
+@pytest.mark.slow
 def test_what_crosses_between_nodes(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
     """An optimizer step gathers once and reduces once, for any number of micro-batches."""
     for (case, strategy, place), mine in moved.items():
@@ -101,6 +102,7 @@ def test_what_crosses_between_nodes(moved: dict[tuple[str, str, str], dict[str, 
             assert mine["inter_all_gather"] == mine["inter_reduce_scatter"], where
 
 
+@pytest.mark.slow
 def test_what_crosses_between_copies(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
     """If every node has a copy, gradients are all-reduced once and nothing is gathered between nodes."""
     for (case, strategy, _), mine in moved.items():
@@ -113,6 +115,7 @@ def test_what_crosses_between_copies(moved: dict[tuple[str, str, str], dict[str,
         assert abs(mine["inter_all_reduce"] - once) < 0.2 * once, "but for padding the same"
 
 
+@pytest.mark.slow
 def test_what_stays_within_a_node(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
     """With fcdp every micro-batch is reduced within the node; with whole gradients only their sum is."""
     every = moved["odd", "zero3", "auto"]["intra_reduce_scatter"]
@@ -120,6 +123,7 @@ def test_what_stays_within_a_node(moved: dict[tuple[str, str, str], dict[str, in
     assert moved["odd", "zero1", "auto"]["intra_reduce_scatter"] * MICRO_BATCHES == every
 
 
+@pytest.mark.slow
 def test_what_waits_on_the_host(moved: dict[tuple[str, str, str], dict[str, int]]) -> None:
     """Gradients are stored after every micro-batch but the last, and loaded for every one but the first."""
     node_shard = moved["odd", "fcdp", "host"]["intra_reduce_scatter"]  # g - 1 = 1 of them each time
@@ -137,6 +141,7 @@ def _train_by_inductor(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.skipif(bool(why_no_inductor("cpu")), reason=f"{why_no_inductor('cpu')}")
+@pytest.mark.slow
 def test_variants_that_are_lowered_later_are_lowered_for_inductor_too() -> None:
     """Inductor decomposes the padding of gradients into ops that depend on no tensor."""
     run(_train_by_inductor, nodes=2, ranks_per_node=1)
@@ -178,6 +183,7 @@ _NODE_BYTES = 776
 """Bytes of each rank's node shards of "odd", and of its gradients in fp32."""
 
 
+@pytest.mark.slow
 def test_gradients_that_host_memory_has_no_room_for_are_reduced_every_time() -> None:
     for found in run(_short_of_host_memory, nodes=2, ranks_per_node=2):
         all_wait, some_wait = (found[n]["inter_reduce_scatter"] for n in (2, 1))

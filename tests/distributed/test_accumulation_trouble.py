@@ -24,7 +24,7 @@ from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, Case, Odd, batch
 from tests.distributed.ranks import run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 
 class Tiny(Odd):

@@ -83,7 +83,7 @@ def _check(found: Whole, wanted: Whole, strategy: str) -> None:
     assert len(found) > len(wanted) - 3, strategy
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_job_moves_over_layouts_and_strategies(tmp_path: Path) -> None:
     for i, (nodes, ranks_per_node, strategies) in enumerate(PLACES.values()):
         args = (str(tmp_path), strategies, i == 0)

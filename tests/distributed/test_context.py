@@ -210,14 +210,15 @@ _FEW = ("three heads", "left padding", "packed")
 
 @pytest.mark.parametrize(
     "cases",
-    [_FEW, pytest.param(tuple(CASES.keys() - {*_FEW, *_QUANTISED}), marks=pytest.mark.slow)],
+    [_FEW, tuple(CASES.keys() - {*_FEW, *_QUANTISED})],
     ids=["few", "rest"],
 )
+@pytest.mark.slow
 def test_losses_and_parameters_are_those_of_whole_sequences(cases: Sequence[str]) -> None:
     run(_parity, cases, nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
 def test_quantised_bases_train_as_with_whole_sequences(library: str) -> None:
     pytest.importorskip(library, reason=f"{library} is not installed")

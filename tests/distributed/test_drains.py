@@ -126,11 +126,11 @@ def _counts(mesh: DeviceMesh, case: str, strategy: str) -> dict[str, dict[tuple[
     ("strategy", "case"),
     [
         ("fcdp", "odd-lora"),
-        ("zero3", "odd"),
         *(
-            pytest.param(*other, marks=pytest.mark.slow)
+            pytest.param(*other, marks=pytest.mark.rare)
             for other in (
                 ("fcdp", "odd"),
+                ("zero3", "odd"),
                 ("zero3", "odd-lora"),
                 ("zero++", "odd"),
                 ("zero++", "odd-lora"),

@@ -171,12 +171,12 @@ LARGE: list[tuple[Any, ...]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_nodes_of_two() -> None:
     run(_check_each, SMALL, nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_nodes_of_one() -> None:
     run(_check_each, LARGE, nodes=2, ranks_per_node=1)
 
@@ -222,7 +222,7 @@ def _compare_errors(mesh: DeviceMesh) -> None:
             assert 0 < each < 2**-5 * norm, "the control: there is an error, and not a large one"
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_micro_batches_that_wait_lose_no_more_than_the_rounding_of_their_sum() -> None:
     run(_compare_errors, nodes=2, ranks_per_node=2)
 

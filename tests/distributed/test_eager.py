@@ -14,7 +14,7 @@ def test_one_process() -> None:
     check_trial(None, Trial(case="odd", compute=None))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_nodes_of_two() -> None:
     trials = [
         Trial(case="odd", compute=None, is_checkpointed=True),

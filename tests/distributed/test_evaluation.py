@@ -19,7 +19,7 @@ from tests.distributed.models import CASES
 from tests.distributed.ranks import run
 from tests.distributed.test_bytes import MOVING, formula_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # One strategy for each kind of cache, and one whose home shards are split over a node alone.
 STRATEGIES = ("zero2", "zero3", "zero++", "paro-igg", "paro-nii", "fcdp")
@@ -90,9 +90,7 @@ def _all(mesh: DeviceMesh, mode: str) -> dict[tuple[str, str], Evaluated]:
     }
 
 
-@pytest.fixture(
-    scope="module", params=["no_grad", pytest.param("inference_mode", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["no_grad", "inference_mode"])
 def evaluated(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Evaluated]]:
     return run(_all, request.param, nodes=2, ranks_per_node=2)
 

@@ -52,13 +52,13 @@ raise SystemExit(3) if leaves == "exits" else ValueError("the user's")
 @pytest.mark.parametrize(
     ("leaves", "code", "peer_lives"),
     [
-        ("exits", 3, True),
+        pytest.param("exits", 3, True, marks=pytest.mark.slow),
         ("raises", 1, True),
-        pytest.param("raises", 1, False, marks=pytest.mark.slow),
-        pytest.param("destroys the group", 3, True, marks=pytest.mark.slow),
-        ("destroys the group", 3, False),
+        pytest.param("raises", 1, False, marks=pytest.mark.rare),
+        pytest.param("destroys the group", 3, True, marks=pytest.mark.rare),
+        pytest.param("destroys the group", 3, False, marks=pytest.mark.slow),
         # torch prints uncaught errors itself, KeyboardInterrupt too
-        pytest.param("is interrupted", 1, True, marks=pytest.mark.slow),
+        pytest.param("is interrupted", 1, True, marks=pytest.mark.rare),
     ],
 )
 def test_it_ends_with_its_own_exit_code(leaves: str, code: int, peer_lives: bool) -> None:

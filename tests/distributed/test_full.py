@@ -158,6 +158,7 @@ def _reads(mesh: DeviceMesh) -> dict[str, int]:
     return sent
 
 
+@pytest.mark.slow
 def test_like_a_replicated_run() -> None:
     run(_losses, nodes=2, ranks_per_node=2)
 

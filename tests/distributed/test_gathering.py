@@ -22,7 +22,7 @@ from tests.device.choice import seeded
 from tests.distributed.parity import Sharded, Trial, check_equal, history
 from tests.distributed.ranks import run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 SLOT = 300  # more than one block of quantised values
 

@@ -214,13 +214,13 @@ def _all(mesh: DeviceMesh, strategies: list[str]) -> list[str]:
     return [t for t in told if "other values than the model's own" in t]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_they_are_gathered_for_themselves() -> None:
     for told in run(_all, ["fcdp", "zero2", "zero3", "ddp"], nodes=2, ranks_per_node=1):
         assert told
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_on_two_levels() -> None:
     run(_all, ["fcdp"], nodes=2, ranks_per_node=2)
 

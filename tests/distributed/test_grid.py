@@ -23,7 +23,7 @@ from tests.distributed.test_bytes import MOVING, formula_model
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.slow,
+    pytest.mark.rare,
     pytest.mark.skipif(
         not os.environ.get("FCDP_GRID"), reason="takes a quarter of an hour; set FCDP_GRID=1"
     ),

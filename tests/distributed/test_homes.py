@@ -128,6 +128,7 @@ def _run_all(mesh: DeviceMesh) -> None:
     _refuse(mesh, ("ddp", "mics"))  # paro-nii still has the parameters that the forward used
 
 
+@pytest.mark.slow
 def test_training_saving_and_writing() -> None:
     run(_run_all, nodes=2, ranks_per_node=2)
 

@@ -27,7 +27,7 @@ from tests.distributed.models import CASES, batch
 from tests.distributed.parity import adamw, check_equal, fresh
 from tests.distributed.ranks import run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 _HALF = {"odd": 2 * 300, "odd-lora": 2 * 750}
 """Bytes per node that hold about half of the buckets, if every parameter has a bucket of its own."""

@@ -116,24 +116,24 @@ def _check_all(mesh: DeviceMesh | None) -> None:
 
 @pytest.mark.parametrize(
     ("checkpointed", "dynamic"),
-    [pytest.param(False, True, marks=pytest.mark.slow), (True, False)],
+    [pytest.param(False, True, marks=pytest.mark.rare), (True, False)],
     ids=["dynamic", "checkpointed"],
 )
 def test_alone(checkpointed: bool, dynamic: bool) -> None:
     _check_lengths(None, checkpointed, dynamic)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_dropout_drops_the_same_when_it_is_recomputed() -> None:
     _check_masks(None)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_autocast() -> None:
     _check_autocast(None)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.distributed
 def test_two_nodes() -> None:
     run(_check_all, nodes=2, ranks_per_node=1)

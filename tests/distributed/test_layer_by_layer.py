@@ -159,7 +159,7 @@ TRIALS = [
 """A model, a strategy, and whether to compare with plans that the passes make for each layer."""
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_equal_layers_share_a_trace(tmp_path: Path) -> None:
     for of_rank in run(_train_all, TRIALS, str(tmp_path), nodes=2, ranks_per_node=1):
         for (case, strategy, _), found in zip(TRIALS, of_rank, strict=True):
@@ -299,6 +299,7 @@ def _troubles(mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.cpu  # kernels of a device raise later
+@pytest.mark.slow
 def test_what_one_rank_alone_notices_lets_ranks_start_the_same() -> None:
     run(_troubles, nodes=2, ranks_per_node=1)
 

@@ -318,7 +318,7 @@ def _jobs(folder: Path) -> Iterator[tuple[str, Job]]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks_per_node"), [pytest.param(2, 2, marks=pytest.mark.slow), (1, 3)]
+    ("nodes", "ranks_per_node"), [pytest.param(2, 2, marks=pytest.mark.rare), (1, 3)]
 )
 def test_loaded_as_from_pretrained_loads(folder: Path, nodes: int, ranks_per_node: int) -> None:
     jobs = dict(_jobs(folder))

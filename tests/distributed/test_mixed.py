@@ -23,7 +23,7 @@ from tests.distributed.models import CASES
 from tests.distributed.ranks import run
 from tests.distributed.test_bytes import MOVING, formula_model
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 MIXES: list[tuple[str, str, dict[str, str]]] = [
     ("odd", "fcdp", {"embedding": "ddp", "first": "zero3", "second": "mics"}),

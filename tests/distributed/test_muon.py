@@ -139,7 +139,9 @@ def _check_parity(mesh: DeviceMesh) -> None:
     assert all(a <= b for a, b in zip(bytes_of["fcdp+matrix"], with_adamw, strict=True))
 
 
-@pytest.mark.parametrize("size", [(2, 2), (3, 1)], ids="{0[0]}x{0[1]}".format)
+@pytest.mark.parametrize(
+    "size", [(2, 2), pytest.param((3, 1), marks=pytest.mark.slow)], ids="{0[0]}x{0[1]}".format
+)
 def test_parity_and_bytes(size: tuple[int, int]) -> None:
     run(_check_parity, nodes=size[0], ranks_per_node=size[1])
 
@@ -274,5 +276,6 @@ def _check_all(mesh: DeviceMesh) -> None:
     _check_mistakes(mesh)
 
 
+@pytest.mark.slow
 def test_ops_checkpoints_and_mistakes() -> None:
     run(_check_all, nodes=2, ranks_per_node=2)

@@ -141,6 +141,7 @@ def _check_parity(mesh: DeviceMesh) -> None:
     assert {own for own, _ in booked} == {max(host for _, host in booked)}
 
 
+@pytest.mark.slow
 def test_all_bits_and_bytes() -> None:
     run(_check_parity, nodes=2, ranks_per_node=2)
 
@@ -266,6 +267,6 @@ def _check_loading(mesh: DeviceMesh) -> None:
     _check_torchs_state_dicts(mesh)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_checkpoints_with_and_without() -> None:
     run(_check_loading, nodes=2, ranks_per_node=2)

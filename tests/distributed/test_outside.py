@@ -150,7 +150,7 @@ def _train_real(mesh: DeviceMesh, name: str) -> tuple[int, int, list[int]]:
     return every, mine, sent
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", ["t5-lora-checkpointed", "gpt2-lora-checkpointed"])
 def test_breaks_of_real_models_cost_no_bytes(name: str) -> None:
     for every, trained, sent in run(_train_real, name, nodes=2, ranks_per_node=2):
@@ -162,7 +162,7 @@ def test_breaks_of_real_models_cost_no_bytes(name: str) -> None:
 HOWS = ["whole", "disabled", "checkpointed", "uncompiled", "tied"]
 
 
-@pytest.mark.parametrize("strategy", ["fcdp", "zero1"])
+@pytest.mark.parametrize("strategy", ["fcdp", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_bytes_are_those_of_a_graph(strategy: str) -> None:
     ranks = run(_train, HOWS, strategy, nodes=2, ranks_per_node=2)
     whole = ranks[0]["whole"][0]

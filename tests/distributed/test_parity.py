@@ -22,10 +22,12 @@ def named(trial: Trial) -> str:
 @pytest.mark.parametrize(
     "trial",
     [
-        Trial(case="llama"),
+        pytest.param(Trial(case="llama"), marks=pytest.mark.slow),
         Trial(case="gpt2", is_checkpointed=True),
         *product(case=["odd"], compute=["inductor"], is_checkpointed=[False, True]),
-        Trial(case="broken", compute="inductor", is_checkpointed=True),
+        pytest.param(
+            Trial(case="broken", compute="inductor", is_checkpointed=True), marks=pytest.mark.slow
+        ),
     ],
     ids=named,
 )
@@ -33,7 +35,7 @@ def test_one_process(trial: Trial) -> None:
     check_trial(None, trial)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_nodes_of_two_with_odd_sizes() -> None:
     trials = [
         Trial(case="odd"),
@@ -48,7 +50,7 @@ def test_two_nodes_of_two() -> None:
     run(check_trials, trials, nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_nodes_of_one() -> None:
     trials = [
         Trial(case="llama-lora", is_checkpointed=True),
@@ -58,7 +60,7 @@ def test_two_nodes_of_one() -> None:
     run(check_trials, trials, nodes=2, ranks_per_node=1)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_one_node_of_two() -> None:
     trials = [
         Trial(case="odd", is_checkpointed=True),

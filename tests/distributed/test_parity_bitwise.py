@@ -28,6 +28,6 @@ def test_two_nodes_of_two() -> None:
     run(_compare, ["odd", "odd-lora"], 4, nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_two_nodes_of_one() -> None:
     run(_compare, ["broken", "llama-lora"], 4, nodes=2, ranks_per_node=1)

@@ -23,7 +23,7 @@ from tests.distributed.parity import (
 )
 from tests.distributed.ranks import run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 
 def _check(mesh: DeviceMesh | None, is_checkpointed: bool, steps: int = 8) -> None:

@@ -71,11 +71,11 @@ def _parity(mesh: DeviceMesh, trials: Sequence[Trial], nodes: int) -> None:
 @pytest.mark.parametrize(
     ("trials", "nodes", "ranks_per_node"),
     [
-        pytest.param(FULL, 4, 1, id="between nodes"),
-        pytest.param(WITHIN, 2, 2, id="a node each", marks=pytest.mark.slow),
-        pytest.param(FULL[:1], 1, 4, id="on one node", marks=pytest.mark.slow),
+        pytest.param(FULL, 4, 1, id="between nodes", marks=pytest.mark.slow),
+        pytest.param(WITHIN, 2, 2, id="a node each", marks=pytest.mark.rare),
+        pytest.param(FULL[:1], 1, 4, id="on one node", marks=pytest.mark.rare),
         pytest.param(FULL[:1], 2, 1, id="a rank each"),
-        pytest.param(MANY, 4, 2, id="four nodes", marks=pytest.mark.slow),
+        pytest.param(MANY, 4, 2, id="four nodes", marks=pytest.mark.rare),
     ],
 )
 def test_losses_and_parameters_are_those_of_the_whole_model(
@@ -121,7 +121,8 @@ def _bytes(mesh: DeviceMesh, trial: Trial) -> None:
         assert plain["inter_all_gather"] == found[4][0]["inter_all_gather"]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.slow
 def test_bytes_between_nodes_do_not_depend_on_micro_batches(schedule: str) -> None:
     run(_bytes, Trial(schedule=schedule), nodes=4, ranks_per_node=1)
 
@@ -138,7 +139,7 @@ def _frozen_bytes(mesh: DeviceMesh) -> None:
     assert _sent(pipeline, 2) == _sent(pipeline, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_bytes_of_frozen_bases_and_of_repeated_forwards() -> None:
     run(_frozen_bytes, nodes=4, ranks_per_node=1)
 
@@ -169,7 +170,7 @@ def _apart(mesh: DeviceMesh) -> None:
         assert loss_of(outputs, targets).item() == pytest.approx(before, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_stages_are_sharded_at_different_times_and_evaluated() -> None:
     run(_apart, nodes=2, ranks_per_node=2)
 
@@ -190,7 +191,7 @@ def _saved(mesh: DeviceMesh, folder: str) -> None:
     assert [n for n, value in values.items() if not torch.equal(value, others[n])] == []
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_each_stage_has_a_checkpoint(tmp_path: Path) -> None:
     run(_saved, str(tmp_path), nodes=4, ranks_per_node=1)
 

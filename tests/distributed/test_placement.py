@@ -211,7 +211,8 @@ def _jobs(mesh: DeviceMesh, name: str) -> list[str]:
 
 
 @pytest.mark.cpu  # a device without a limit
-@pytest.mark.parametrize("name", [pytest.param("odd", marks=pytest.mark.slow), "odd-lora"])
+@pytest.mark.parametrize("name", ["odd", "odd-lora"])
+@pytest.mark.slow
 def test_tiers_change_bytes_and_no_number(name: str) -> None:
     tiers = run(_jobs, name, nodes=2, ranks_per_node=2)
     assert [set(t) for t in tiers] == [{"host"}, {"gpu-full"}, {"host"}, {"gpu-full"}]
@@ -229,7 +230,7 @@ def _on_one_node(mesh: DeviceMesh, name: str) -> None:
     assert state_of(nothing.model).host_memory.planned_bytes == nothing.host_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.cpu
 def test_tiers_on_one_node() -> None:
     run(_on_one_node, "odd-lora", nodes=1, ranks_per_node=2)
@@ -270,7 +271,7 @@ def _two_plans(mesh: DeviceMesh, name: str) -> None:
     check_equal("parameters", seen[1][1], seen[0][1])
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", ["odd", "odd-lora"])
 def test_plans_of_different_tiers_share_a_model(name: str) -> None:
     run(_two_plans, name, nodes=2, ranks_per_node=2)
@@ -303,7 +304,7 @@ def _peak_seen(profiled: profile) -> int:
     return top
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("name", ["gpt2", "gpt2-lora"])
 def test_the_predicted_peak_is_near_the_measured_one(name: str) -> None:
     """No graph contains Gloo's staging: a reduction's parts and their sum, on the lane's thread.

@@ -62,6 +62,7 @@ def commands(world: int, *arguments: str | Path) -> list[tuple[int, str, str]]:
     return [(job.returncode, *text) for job, text in zip(jobs, texts, strict=True)]
 
 
+@pytest.mark.slow
 def test_four_ranks_on_two_nodes(tmp_path: Path) -> None:
     path = tmp_path / "cluster.json"
     arguments = ("--nodes", "2", "--max-size", "64KiB", "--seconds", "2", "--format", "json")
@@ -91,7 +92,7 @@ def check_samples(profile: ClusterProfile) -> None:
     assert copy.bytes == 2 * sizes[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_what_cannot_be_written_ends_all_ranks_at_once(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "cluster.json"
     found = commands(2, "--nodes", "2", "--output", path)
@@ -102,7 +103,7 @@ def test_what_cannot_be_written_ends_all_ranks_at_once(tmp_path: Path) -> None:
     assert [out + err for _, out, err in found[1:]] == [""]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_one_node_without_a_stated_network_ends_all_ranks() -> None:
     found = commands(2)
     assert [code for code, _, _ in found] == [2, 2], found

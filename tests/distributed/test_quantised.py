@@ -104,7 +104,7 @@ def _compiled(mesh: DeviceMesh) -> tuple[float, int, int]:
     return float((losses[0] / losses[1] - 1).abs().max()), *counts
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_kernels_are_compiled_where_the_rest_is() -> None:
     for apart, without, with_inductor in run(_compiled, nodes=2, ranks_per_node=1):
         assert without == 0
@@ -130,7 +130,7 @@ def _frozen(mesh: DeviceMesh) -> list[int]:
     return sizes
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_frozen_weights_take_less_host_memory_and_stay_what_they_are() -> None:
     for full, bits8, bits4 in run(_frozen, nodes=2, ranks_per_node=2):
         assert 3.5 < full / bits8 < 4
@@ -193,7 +193,7 @@ def _compare_nf4(mesh: DeviceMesh) -> set[Tier]:
     return seen
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_nf4_is_the_same_everywhere_and_what_decoded_weights_give() -> None:
     for tiers in run(_compare_nf4, nodes=2, ranks_per_node=2):
         assert tiers == {Tier.NONE, Tier.HOST, Tier.GPU, Tier.GPU_FULL}
@@ -228,7 +228,7 @@ def _converge(mesh: DeviceMesh) -> dict[str, float]:
     return {s: _train(mesh, s, 300) for s in ("fcdp", "fcdp+w8+g4")}
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_300_steps_come_to_the_same_loss() -> None:
     """With int8 weights and int4 gradients, within 1 %; a control shows that the model learnt."""
     for losses in run(_converge, nodes=2, ranks_per_node=1):

@@ -23,7 +23,7 @@ from tests.distributed.models import CASES
 from tests.distributed.ranks import run
 from tests.recorded import assert_causal, assert_in_turn
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 STRATEGIES = ("fcdp", "zero3", "fcdp+w8+g4")
 RUNS = 2

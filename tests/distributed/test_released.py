@@ -59,7 +59,7 @@ def _with_and_without(mesh: DeviceMesh, name: str) -> tuple[list[int], list[int]
     return sizes, other_sizes
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize(
     ("name", "nodes", "ranks_per_node"),
     [("odd-lora", 2, 2), ("odd-lora", 2, 1), ("llama-lora", 2, 1), ("odd-lora", 1, 2)],
@@ -285,13 +285,13 @@ def test_released_shards_and(verdicts: Verdicts, job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_released_shards_on_one_node() -> None:
     for verdict in run_jobs(_JOBS, nodes=1, ranks_per_node=2):
         assert verdict == dict.fromkeys(_JOBS, WORKS)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_unfreezing_with_one_rank_a_node() -> None:
     for verdict in run_jobs({"unfreezing": _unfreezing}, nodes=2, ranks_per_node=1):
         assert verdict == {"unfreezing": WORKS}

@@ -28,7 +28,7 @@ from tests.distributed.released import (
     there,
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 Read = Callable[[Any], Tensor]
 """Computes a parameter's whole value from its shard."""

@@ -52,7 +52,8 @@ def _count(
     return len(compiled), len(asked)
 
 
-@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.slow
 def test_alone(dropout: float) -> None:
     few, _ = _count(None, 6, dropout, "fcdp", 1.0)
     many, segments = _count(None, 20, dropout, "fcdp", 1.0)
@@ -60,7 +61,7 @@ def test_alone(dropout: float) -> None:
     assert segments > 35  # a forward and a backward for each layer
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("strategy", "dropout", "layers_in_a_bucket"),

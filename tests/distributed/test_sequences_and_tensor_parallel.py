@@ -34,7 +34,7 @@ from tests.distributed.parity import (
 from tests.distributed.ranks import run
 from tests.zoo.cases import ZOO, ZooCase
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare, pytest.mark.timeout(2400)]
 
 NODES, SHARING = 2, 2
 """Nodes, and how many ranks share a sequence, and how many of these places share each parameter."""

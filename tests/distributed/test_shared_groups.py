@@ -24,7 +24,7 @@ from fcdp_compile.sharding.shard import state_of
 from tests.distributed.parity import check_close, fresh, rank_and_ranks
 from tests.distributed.ranks import run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 _FAR_AHEAD = {"bucket_mb": 1e-3, "in_flight_mb": 10}  # a bucket for each layer, all in flight
 _WIDTH = 64

@@ -167,6 +167,7 @@ def between() -> list[dict[tuple[str, str], dict[str, str]]]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["odd", "odd-lora"])
+@pytest.mark.slow
 def test_a_backward_uses_what_its_forward_saw(
     between: list[dict[tuple[str, str], dict[str, str]]], name: str, strategy: str
 ) -> None:

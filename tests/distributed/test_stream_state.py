@@ -266,6 +266,7 @@ def verdicts(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("job", JOBS)
+@pytest.mark.slow
 def test_on_two_nodes(verdicts: list[dict[str, str]], job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 

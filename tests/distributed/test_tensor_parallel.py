@@ -102,7 +102,7 @@ _FEW = ("experts",)
     [_FEW, tuple(CASES.keys() - set(_FEW))],
     ids=["few", "rest"],
 )
-@pytest.mark.slow
+@pytest.mark.rare
 def test_losses_and_parameters_are_those_of_one_process(cases: Sequence[str]) -> None:
     run(_parity, cases, nodes=2, ranks_per_node=2)
 
@@ -207,6 +207,7 @@ def _bytes(mesh: DeviceMesh) -> tuple[int, int]:
     return fcdp_compile.traffic(net).last_step.bytes("inter"), 4 * parts
 
 
+@pytest.mark.slow
 def test_bytes_are_planned() -> None:
     """The parts of a rank cross twice, as weights and as gradients: counted = formula = plan."""
 

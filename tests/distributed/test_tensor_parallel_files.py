@@ -125,7 +125,7 @@ def _checkpoints(mesh: DeviceMesh, folder: str) -> None:
     assert_same(Job(mesh, "experts", tp=2).load(f"{folder}/mixture/parts").values(), values)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_checkpoints_move_between_layouts(tmp_path: Path) -> None:
     run(_checkpoints, str(tmp_path), nodes=2, ranks_per_node=2)
 

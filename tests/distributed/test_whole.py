@@ -308,6 +308,9 @@ _JOBS: dict[str, Job] = {
 }
 
 _SLOW = (
+    "the next forward",
+    "some modules",
+    "frozen",
     "inside, tied",
     "inside, graph breaks",
     "generate",

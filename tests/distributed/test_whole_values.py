@@ -128,11 +128,11 @@ def _draws(mesh: DeviceMesh, options: dict[str, Any]) -> list[str]:
     ("options", "nodes"),
     [
         ({}, 2),
-        ({"strategy": "ddp"}, 2),
+        pytest.param({"strategy": "ddp"}, 2, marks=pytest.mark.slow),
         # Tensors on the host draw from the host's generator.
         pytest.param({"offload_params": True}, 2, marks=pytest.mark.cpu),
         ({"strategy": "fcdp+matrix"}, 1),
-        ({"tp": 2}, 2),
+        pytest.param({"tp": 2}, 2, marks=pytest.mark.slow),
     ],
 )
 def test_random_numbers_are_those_of_the_whole_model(options: dict[str, Any], nodes: int) -> None:

@@ -59,7 +59,7 @@ def alone(pipe: Connection, page: Page, folder: Path) -> None:
 
 def _python(page: Page) -> Any:
     """Pages about one feature train as its own tests do."""
-    marks = () if page.name in _QUICK else pytest.mark.slow
+    marks = () if page.name in _QUICK else pytest.mark.rare
     return pytest.param(page, id=page.name, marks=marks)
 
 
@@ -104,7 +104,7 @@ SHELL_BLOCKS = [b for page in PAGES for b in page.shell if b.not_run is None]
 
 def _row(block: Block) -> Any:
     """Blocks of the quickstart train as the demo does, which `.ci/run` runs as well."""
-    marks = () if block.where.startswith("README.md") else pytest.mark.slow
+    marks = () if block.where.startswith("README.md") else pytest.mark.rare
     return pytest.param(block, id=block.where, marks=marks)
 
 

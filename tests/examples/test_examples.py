@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 900
 TINY = ("--layers=1", "--hidden=64", "--seq-len=32", "--batch-size=2")
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 
 def run(script: str, *arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ def test_the_notebook_stores_no_output() -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in _cells())
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_every_cell_runs_and_runs_again(tmp_path: Path) -> None:
     """In `__main__`, as a kernel does it; a reader runs cells twice."""
     sources = ["".join(cell["source"]) for cell in _cells()]

@@ -51,7 +51,7 @@ _MAY_BE_MISSING = (
 """Parts of the allowed reasons of skips: a machine may lack these, or a test runs only on request."""
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_nothing_is_missing_in_a_clone(tmp_path: Path) -> None:
     """Copies the files that git does not ignore, as they are now, and collects the tests that may skip."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

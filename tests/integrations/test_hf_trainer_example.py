@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaForCausalLM
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "hf_trainer.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")

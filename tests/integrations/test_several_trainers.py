@@ -30,6 +30,7 @@ def _trainer(folder: Path, model: Any, fcdp: FcdpOptions = _EAGER, **arguments: 
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_later_trainer_has_its_own_autocast_and_way_to_generate(tmp_path: Path) -> None:
     model = _model(0)
     _trainer(tmp_path, model).train()
@@ -45,6 +46,7 @@ def test_a_later_trainer_has_its_own_autocast_and_way_to_generate(tmp_path: Path
     model.generate(torch.tensor([[3, 4]]), max_new_tokens=2)  # no other process to wait for
 
 
+@pytest.mark.slow
 def test_other_options_come_too_late(tmp_path: Path) -> None:
     model = _model(0)
     _trainer(tmp_path, model).train()
@@ -74,7 +76,7 @@ def test_a_reference_that_shares_parameters(tmp_path: Path) -> None:
     trainer.train()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_model_of_the_last_trial_is_gone(tmp_path: Path) -> None:
     made: list[weakref.ref[Any]] = []
 
@@ -91,6 +93,7 @@ def test_the_model_of_the_last_trial_is_gone(tmp_path: Path) -> None:
     assert len(state_of(trainer.sharded_model()).host_memory._together) == 1
 
 
+@pytest.mark.slow
 def test_utilisation_is_of_the_time_since_the_last_entry(tmp_path: Path) -> None:
     options = FcdpOptions(strategy="zero3", peak_tflops=1e-6, options={"compute": "eager"})
     trainer = _trainer(tmp_path, _model(0), options, max_steps=3)

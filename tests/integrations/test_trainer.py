@@ -254,7 +254,7 @@ def _several(mesh: DeviceMesh, folder: Path) -> None:
         job(mesh, folder / job.__name__)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_variations_train_the_same(tmp_path: Path) -> None:
     run(_several, tmp_path, nodes=2, ranks_per_node=1)
 
@@ -277,7 +277,7 @@ def _goes_on(mesh: DeviceMesh, folder: Path, history: list[dict[str, float]]) ->
         assert row == pytest.approx(other, rel=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_checkpoints(tmp_path: Path) -> None:
     """Two ranks resume bit by bit, and one rank resumes from their checkpoint."""
     history, _ = run(_saves, tmp_path, nodes=2, ranks_per_node=1)
@@ -350,6 +350,6 @@ def _sequences(_mesh: DeviceMesh, folder: Path) -> None:
     [_parameters, _sequences],
     ids=["parameters", "sequences"],
 )
-@pytest.mark.slow
+@pytest.mark.rare
 def test_ranks_that_share_work(train: Any, tmp_path: Path) -> None:
     run(train, tmp_path, nodes=2, ranks_per_node=2)

@@ -112,7 +112,7 @@ def _both(mesh: DeviceMesh, folder: Path) -> list[str]:
     return _told(mesh, folder / "told")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_generating_and_what_is_said_of_graph_breaks(tmp_path: Path) -> None:
     first, second = run(_both, tmp_path, nodes=2, ranks_per_node=1)
     assert second == [], "rank 0 tells it"

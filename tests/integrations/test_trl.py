@@ -271,7 +271,7 @@ def _others(mesh: DeviceMesh, folder: Path) -> None:
     _both(_reward, folder / "reward")
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_other_preferences(tmp_path: Path) -> None:
     run(_others, tmp_path, nodes=2, ranks_per_node=1)
 
@@ -303,12 +303,12 @@ def _parameters(mesh: DeviceMesh, folder: Path) -> None:
         _grpo(ours, folder / "grpo", fcdp=ours.FcdpOptions(nodes=2, tp=2))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_ranks_that_share_parameters(tmp_path: Path) -> None:
     run(_parameters, tmp_path, nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_sft_on_parts_of_sequences(tmp_path: Path) -> None:
     run(_parts, tmp_path, nodes=2, ranks_per_node=2)
 
@@ -323,6 +323,6 @@ def _generating(mesh: DeviceMesh, folder: Path) -> None:
     _both(_gkd, folder / "gkd", classes=(gkd, trl_experimental))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_sft_grpo_and_gkd(tmp_path: Path) -> None:
     run(_generating, tmp_path, nodes=2, ranks_per_node=1)

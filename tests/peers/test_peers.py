@@ -49,16 +49,19 @@ def _run(suite: str, cases: list[str]) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.slow
 def test_operators_of_torch() -> None:
     pytest.importorskip("expecttest", reason="torch's table of operators needs expecttest")
     _run("tests.peers.operators", _OPERATORS)
 
 
+@pytest.mark.slow
 def test_modules_of_torch() -> None:
     pytest.importorskip("expecttest", reason="torch's table of modules needs expecttest")
     _run("tests.peers.modules", _MODULES)
 
 
+@pytest.mark.slow
 def test_adapters_of_peft() -> None:
     if not sources.is_fetched("peft"):
         pytest.skip("PEFT's tests are not fetched; run `make peers`")

@@ -20,7 +20,7 @@ from fcdp_compile.strategy import Strategy
 from tests.distributed.models import batch
 from tests.distributed.ranks import run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.rare]
 
 NODES = RANKS_PER_NODE = 2
 BATCH = 2

@@ -40,6 +40,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_an_idle_lane_is_no_hindrance() -> None:
     done = run("""
         import atexit
@@ -85,6 +86,7 @@ def test_what_has_begun_gives_up_too() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (3, "gave up\n" * 3, "")
 
 
+@pytest.mark.slow
 def test_what_takes_its_time_is_waited_for() -> None:
     """The task runs in C++; its thread must not come back to Python after the interpreter has ended."""
     done = run("""

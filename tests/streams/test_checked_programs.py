@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,26 @@ def ranks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+_QUICK = (
+    "full",
+    "offloaded",
+    "adapters",
+    "adapters on the GPU",
+    "memory that becomes short",
+    "accumulation",
+    "w8+g4",
+    "ho_ring",
+    "through the host",
+    "a step that fails",
+    "layers with adapters",
+)
+
+
+def _row(name: str) -> Any:
+    return name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", map(_row, PROGRAMS))
 def test_every_access_comes_after_what_it_depends_on(name: str) -> None:
     job = Job(PROGRAMS[name])
     PROGRAMS[name].once(job)

@@ -38,7 +38,7 @@ def _place(mutant: Mutant) -> str:
     return f"{mutant.module}.{mutant.function}"
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_what_every_program_needs_is_noticed() -> None:
     trial = Trial(["full", "a step that fails"], parts=())
     chosen = [m for m in mutants() if _place(m) in AT_ONCE and m.what not in NOT_BY_ALL]
@@ -46,7 +46,7 @@ def test_what_every_program_needs_is_noticed() -> None:
     assert [str(m) for m in chosen if not trial.caught(m)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_nothing_can_be_taken_out_unnoticed() -> None:
     trial = Trial(list(PROGRAMS))
     # Without streams a task's thread keeps the order itself; test_lanes checks that.

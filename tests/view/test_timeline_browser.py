@@ -103,7 +103,7 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Any]:
         found.page.close()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_forty_layers_on_five_lanes(show: Any, forty: Plan) -> None:
     opened = show(forty)
     labels = opened.page.locator("#gutter .lane")

@@ -18,8 +18,6 @@ from tests.zoo.cases import ZOO
 from tests.zoo.compare import Outcome, train_all
 
 _ASKED = os.environ.get("FCDP_ZOO", "")
-_QUICK = ("llama-dora-merged",)
-"""What `make test` trains."""
 
 _AT_ONCE = 8
 """Number of cases that one group of ranks trains: a case that kills the ranks takes only these along."""
@@ -58,9 +56,9 @@ def outcomes(request: pytest.FixtureRequest) -> _Outcomes:
 
 def _row(name: str) -> object:
     if ZOO[name].is_default:
-        return name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
+        return pytest.param(name, marks=pytest.mark.rare)
     asked = pytest.mark.skipif(not _ASKED, reason="all take half an hour; set FCDP_ZOO=1")
-    return pytest.param(name, marks=[pytest.mark.slow, asked])
+    return pytest.param(name, marks=[pytest.mark.rare, asked])
 
 
 @pytest.mark.parametrize("name", [_row(name) for name in ZOO])
