@@ -98,14 +98,15 @@ def _predict(
         memory_bytes_per_s=machine.memory_bytes_per_s / slower,
     )
     found = _estimate(cell.system, cell.mode, cell.accumulation, replace(profile, machine=fitted))
-    sent = [b for r in rows for step in r.sent_bytes for b in step]
+    step = found.simulate()
+    sent = [b for r in rows for of_step in r.sent_bytes for b in of_step]
     return Prediction(
         cell=cell,
-        planned_bytes=found.inter_bytes_per_step,
+        planned_bytes=step.bytes_sent_by_node,
         sent_bytes=sum(sent) / len(sent),
-        predicted_s=found.simulate().step_s,
+        predicted_s=step.step_s,
         measured_s=median(s for r in rows for s in r.step_s),
-        network_s=found.inter_bytes_per_step / inter.bytes_per_s,
+        network_s=step.bytes_sent_by_node / inter.bytes_per_s,
     )
 
 

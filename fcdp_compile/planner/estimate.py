@@ -29,7 +29,6 @@ from fcdp_compile.plan import (
     Bucket,
     Direction,
     Kind,
-    Lane,
     Placement,
     Plan,
     Schedule,
@@ -58,8 +57,8 @@ class Estimate:
     strategy: the requested strategy.  plans: one for each graph.  parts: the schedules of an optimizer step
     in the steady state, in order.  peak_gpu_bytes: peak memory of one device.  host_bytes_per_node: host
     memory for caches, waiting gradients and, where they are offloaded, home shards, their gradients and
-    states.  inter_bytes_per_step: bytes that one node sends to others.  optimizer_bytes,
-    host_optimizer_bytes: memory that one rank's optimizer reads and writes on the device and on the host.
+    states.  optimizer_bytes, host_optimizer_bytes: memory that one rank's optimizer reads and writes on the
+    device and on the host.
     max_batch_per_gpu: the largest micro-batch with which everything fits, 0 if none does; None if the model
     works with one batch size only.
     """
@@ -70,7 +69,6 @@ class Estimate:
     parts: tuple[Schedule, ...]
     peak_gpu_bytes: int
     host_bytes_per_node: int
-    inter_bytes_per_step: int
     optimizer_bytes: int
     host_optimizer_bytes: int
     max_batch_per_gpu: int | None
@@ -181,8 +179,6 @@ class _Estimation:
             peak_gpu_bytes=peak + waiting[Tier.GPU],
             host_bytes_per_node=self._job.ranks_per_node
             * (self._cached_bytes(plans) + waiting[Tier.HOST] + self._homes_on_host_bytes()),
-            inter_bytes_per_step=self._job.tp
-            * sum(sent_by_node(s, self._job.mesh.ranks_per_node) for s in parts),
             optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=False),
             host_optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=True),
             max_batch_per_gpu=self._max_batch(needed, plans, planned),
@@ -299,15 +295,6 @@ class _Estimation:
             elif now > left:
                 return 0
         return None if largest is None else max(0, largest)
-
-
-def sent_by_node(schedule: Schedule, ranks_per_node: int) -> int:
-    """Return the bytes that one node sends to others in a schedule."""
-    total = 0
-    for step in schedule.steps:
-        if step.lane is Lane.INTER:
-            total += ranks_per_node * step.bytes
-    return total
 
 
 def _forward(plan: Plan, *, is_first: bool) -> Schedule:

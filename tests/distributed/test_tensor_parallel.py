@@ -221,7 +221,7 @@ def test_bytes_are_planned() -> None:
     assert [sent - part for sent, part in found] == [agreed] * 4
     job = Job(profile=make_profile(), nodes=2, ranks_per_node=2, batch=2, tp=2)
     planned = estimate(trace(build, seq=16, param_dtype=None, tp=2), Strategy.parse("fcdp"), job)
-    assert planned.inter_bytes_per_step == found[0][1] + found[1][1]
+    assert job.tp * planned.simulate().bytes_sent_by_node == found[0][1] + found[1][1]
     sent_within = [s.inner_bytes for part in planned.parts for s in part.steps]
     activations = 2 * 16 * SIZES["hidden_size"] * 4  # bytes of one rank's batch
     # An all-reduce of 2 ranks sends as much as it reduces: after the embedding, attention and MLP of each
