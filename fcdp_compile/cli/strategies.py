@@ -6,9 +6,8 @@ import argparse
 import json
 from dataclasses import asdict, fields
 
-from tabulate import tabulate
-
 from fcdp_compile.cli.answer import Answer
+from fcdp_compile.cli.tables.table import table
 from fcdp_compile.strategy import MODIFIERS, PRESETS, Scope, Strategy, aliases_of
 from fcdp_compile.strategy.formulas import Costs, costs
 
@@ -67,13 +66,13 @@ def run(options: argparse.Namespace) -> Answer:
         return Answer(json.dumps([_record(s, c) for s, c in found.items()], indent=1))
     if not options.formulas:
         rows = [_row(strategy) for strategy in found]
-        table = tabulate(rows, headers=_HEADERS, tablefmt="simple", disable_numparse=True)
+        text = table(_HEADERS, rows, ("left",) * len(_HEADERS))
         after = f"After a +: {', '.join(MODIFIERS)}, such as fcdp+w8+g4."
         return Answer(
-            f"{table}\n\n{after}  --formulas shows the bytes that each strategy sends and keeps."
+            f"{text}\n\n{after}  --formulas shows the bytes that each strategy sends and keeps."
         )
     rows = [_formulas(strategy, cost) for strategy, cost in found.items()]
-    table = tabulate(rows, headers=_FORMULAS, tablefmt="simple", disable_numparse=True)
+    text = table(_FORMULAS, rows, ("left",) * len(_FORMULAS))
     note = (
         "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks, with no_sync around all "
         "but the last; F, T: frozen and trainable parameters, a: bytes of an accumulated gradient per byte "
@@ -82,7 +81,7 @@ def run(options: argparse.Namespace) -> Answer:
         "such as "
         "fcdp+w8+g4."
     )
-    return Answer(f"{table}\n\n{note}")
+    return Answer(f"{text}\n\n{note}")
 
 
 def _strategy(name: str) -> Strategy:

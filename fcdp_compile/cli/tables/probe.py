@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tabulate import tabulate
-
+from fcdp_compile.cli.tables.table import table
 from fcdp_compile.cluster.link_fit import Timed, worst_deviation
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, Sample
 from fcdp_compile.files.json_records import one_line
@@ -60,11 +59,11 @@ def table_three(profile: ClusterProfile) -> TableThree:
 
 def verdict(profile: ClusterProfile) -> str:
     """Say in two lines whether the host is faster than the network, and what follows for strategies."""
-    table, g = table_three(profile), profile.ranks_per_node
-    once, node = table.host_is_faster, g * table.host_is_faster
+    three, g = table_three(profile), profile.ranks_per_node
+    once, node = three.host_is_faster, g * three.host_is_faster
     times = (
-        f"a rank loads 16 GB from host memory in {table.h2d_s:.4g} s, and {_nodes(profile)} nodes gather "
-        f"16 GB over the network in {table.network_s:.4g} s"
+        f"a rank loads 16 GB from host memory in {three.h2d_s:.4g} s, and {_nodes(profile)} nodes gather "
+        f"16 GB over the network in {three.network_s:.4g} s"
     )
     answer = (
         f"Yes, {once:.3g} times" if once > 1 else f"No, the network is {1 / once:.3g} times as fast"
@@ -108,18 +107,18 @@ def _nodes(profile: ClusterProfile) -> int:
 
 
 def _links(profile: ClusterProfile) -> str:
-    machine, table = profile.rank_machine, table_three(profile)
+    machine, three = profile.rank_machine, table_three(profile)
     rows = [
         _link_row(profile, of, link, seconds)
         for of, link, seconds in (
-            (Measured.INTER_ALL_GATHER, machine.inter, table.network_s),
-            (Measured.INTRA_ALL_GATHER, machine.intra, table.within_s),
-            (Measured.H2D, machine.h2d, table.h2d_s),
-            (Measured.D2H, machine.d2h, table.d2h_s),
+            (Measured.INTER_ALL_GATHER, machine.inter, three.network_s),
+            (Measured.INTRA_ALL_GATHER, machine.intra, three.within_s),
+            (Measured.H2D, machine.h2d, three.h2d_s),
+            (Measured.D2H, machine.d2h, three.d2h_s),
         )
     ]
     headers = ("link", "latency us", "GB/s", "16 GB in s", "from")
-    return _table(headers, rows, ("left", "right", "right", "right", "left"))
+    return table(headers, rows, ("left", "right", "right", "right", "left"))
 
 
 def _link_row(profile: ClusterProfile, of: Measured, link: Link, seconds: float) -> tuple[str, ...]:
@@ -151,7 +150,7 @@ def _devices(profile: ClusterProfile) -> str:
             "yes" if profile.intra_over_host_link else "no",
         ),
     ]
-    return _table(("of this cluster", "unit", "found"), rows, ("left", "left", "right"))
+    return table(("of this cluster", "unit", "found"), rows, ("left", "left", "right"))
 
 
 def _samples(samples: Sequence[Sample]) -> str:
@@ -168,13 +167,8 @@ def _samples(samples: Sequence[Sample]) -> str:
         if s.of is not Measured.MATMUL
     ]
     headers = ("all at once", "MiB", "ms", "GB/s")
-    return _table(headers, rows, ("left", "right", "right", "right"))
+    return table(headers, rows, ("left", "right", "right", "right"))
 
 
 def _short(number: float) -> str:
     return f"{number:.4g}"
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
-    text = tabulate(rows, headers=headers, colalign=align, tablefmt="simple", disable_numparse=True)
-    return "\n".join(line.rstrip() for line in text.splitlines())
