@@ -36,7 +36,6 @@ from fcdp_compile.devices import Cpu
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.mesh import topology_of
 from fcdp_compile.plan import (
-    LANES,
     Bucket,
     BucketParam,
     Direction,
@@ -250,7 +249,7 @@ def _add(steps: list[Step], kind: Kind, sent: int, *waits: int, copied: int = 0)
         Step(
             index=len(steps),
             kind=kind,
-            lane=LANES[kind],
+            lane=kind.lane,
             bucket=0,
             bytes=sent,
             waits=waits,

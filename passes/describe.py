@@ -15,7 +15,7 @@ from fcdp_compile.passes.graph.work import (
     kernel_bytes_of,
 )
 from fcdp_compile.passes.schedule import in_flight_bytes
-from fcdp_compile.plan import LANES, Kind, Schedule, Step
+from fcdp_compile.plan import Kind, Schedule, Step
 
 
 def describe(gm: GraphModule, ctx: PassContext) -> Schedule:
@@ -58,7 +58,7 @@ def _step_of(node: Node, gm: GraphModule, ctx: PassContext) -> Step | None:
     return Step(
         index=0,
         kind=Kind.COMPUTE,
-        lane=LANES[Kind.COMPUTE],
+        lane=Kind.COMPUTE.lane,
         bucket=None,
         bytes=0,
         waits=(),

@@ -22,7 +22,8 @@ from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import inline
 from fcdp_compile.plan import Bucket, Tier, Variant
-from fcdp_compile.plan.reduction import INTER_KINDS, REDUCTIONS, all_reduce_bytes, waits_before
+from fcdp_compile.plan.kinds import INTER_KINDS
+from fcdp_compile.plan.reduction import REDUCTIONS, all_reduce_bytes, waits_before
 from fcdp_compile.strategy.formats import Format, row_bytes
 
 

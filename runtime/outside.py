@@ -20,7 +20,7 @@ from torch import Tensor
 from fcdp_compile.params.home_shard import bring_back_inputs
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Tier
-from fcdp_compile.plan.reduction import INTER_KINDS
+from fcdp_compile.plan.kinds import INTER_KINDS
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
 from fcdp_compile.runtime.buckets.validity import Validity

@@ -15,8 +15,7 @@ from torch.fx import GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.devices import Device
 from fcdp_compile.plan import Kind
-from fcdp_compile.plan.reduction import REDUCING
-from fcdp_compile.plan.whole_step import FETCHES
+from fcdp_compile.plan.kinds import FETCHES, REDUCING
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.graph_order import drain, last_uses

@@ -27,7 +27,7 @@ from fcdp_compile.strategy import PRESETS, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
 
-# Written out once more, independently of plan.LANES.
+# Written out once more, independently of plan.kinds.
 LANE_OF: dict[Kind, Lane] = {
     Kind.COMPUTE: Lane.COMPUTE,
     Kind.WAIT: Lane.COMPUTE,

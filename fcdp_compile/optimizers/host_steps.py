@@ -28,7 +28,7 @@ from fcdp_compile.optimizers.state_buckets import StateBucket, held_by, part_of
 from fcdp_compile.optimizers.state_kinds import StateKinds, unhooked_step
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.seals.fingerprint import fingerprints
-from fcdp_compile.plan import LANES, Kind
+from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.buckets.validity import read
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
@@ -152,7 +152,7 @@ class HostSteps:
         # All tensors of both sides are held until the copies are done.
         held = [tensor for pair in copies for tensor in pair]
         name = f"fcdp::{what} {bucket.number}"
-        return self._lanes.start(LANES[kind], run, out=held[0], reads=held[1:], name=name)
+        return self._lanes.start(kind.lane, run, out=held[0], reads=held[1:], name=name)
 
     def _step_one(self, optimizer: Optimizer, bucket: StateBucket) -> None:
         """Let the optimizer step the copies of one bucket's parameters."""

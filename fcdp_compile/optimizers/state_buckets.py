@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.optimizers.state_kinds import StateKinds, is_like
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.plan import LANES, Kind
+from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
@@ -137,7 +137,7 @@ class StateBucket:
         counters.add(LOAD_STATES, slab.nbytes)
         run = partial(memory.copy_, slab, non_blocking=True)
         name = f"fcdp::{LOAD_STATES} {self.number}"
-        return lanes.start(LANES[Kind.LOAD], run, out=memory, reads=[], name=name)
+        return lanes.start(Kind.LOAD.lane, run, out=memory, reads=[], name=name)
 
     def enter(self, states: States, memory: Tensor) -> None:
         """Let the states have their memory on the device."""
@@ -171,7 +171,7 @@ class StateBucket:
 
         reads = [held for _, held in pairs]
         name = f"fcdp::{STORE_STATES} {self.number}"
-        return lanes.start(LANES[Kind.STORE], run, out=self._slab, reads=reads, name=name)
+        return lanes.start(Kind.STORE.lane, run, out=self._slab, reads=reads, name=name)
 
     def _existing(self, states: States) -> Iterator[_Existing]:
         for i, p in enumerate(self.parameters):

@@ -1,14 +1,12 @@
 """Plans as data: the records of a plan, its JSON file, and its costs."""
 
+from fcdp_compile.plan.kinds import Kind, Lane
 from fcdp_compile.plan.records import (
     INNER,
-    LANES,
     SCHEMA,
     Bucket,
     BucketParam,
     Direction,
-    Kind,
-    Lane,
     Placement,
     Plan,
     Schedule,
@@ -19,7 +17,6 @@ from fcdp_compile.plan.records import (
 
 __all__ = [
     "INNER",
-    "LANES",
     "SCHEMA",
     "Bucket",
     "BucketParam",

@@ -16,65 +16,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from fcdp_compile.params.layout import ParamLayout, sizes_by_node
+from fcdp_compile.plan.kinds import Kind, Lane
 from fcdp_compile.strategy import Scope, Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes
 from fcdp_compile.strategy.gathering import Algorithm
 
 SCHEMA = "fcdp.plan/9"
-
-
-class Lane(Enum):
-    """The five resources a step can occupy."""
-
-    COMPUTE = "compute"
-    INTER = "inter"
-    INTRA = "intra"
-    H2D = "h2d"
-    D2H = "d2h"
-
-
-class Kind(Enum):
-    """The kind of a step; the name of its graph op, its counter, its profiler range and its dump line."""
-
-    COMPUTE = "compute"
-    INTER_ALL_GATHER = "inter_all_gather"
-    INTRA_ALL_GATHER = "intra_all_gather"
-    INTRA_OWN_ALL_GATHER = "intra_own_all_gather"
-    INTRA_REST_ALL_GATHER = "intra_rest_all_gather"
-    STORE = "store"
-    LOAD = "load"
-    LOAD_HOME = "load_home"
-    WAIT = "wait"
-    FREE = "free"
-    COLLECT = "collect"
-    ACCUMULATE = "accumulate"
-    INTRA_REDUCE_SCATTER = "intra_reduce_scatter"
-    INTER_REDUCE_SCATTER = "inter_reduce_scatter"
-    INTER_ALL_REDUCE = "inter_all_reduce"
-    INTRA_GRAD_ALL_GATHER = "intra_grad_all_gather"
-    STORE_GRADS = "store_grads"
-
-
-LANES: dict[Kind, Lane] = {
-    Kind.COMPUTE: Lane.COMPUTE,
-    Kind.INTER_ALL_GATHER: Lane.INTER,
-    Kind.INTRA_ALL_GATHER: Lane.INTRA,
-    Kind.INTRA_OWN_ALL_GATHER: Lane.INTRA,
-    Kind.INTRA_REST_ALL_GATHER: Lane.INTRA,
-    Kind.STORE: Lane.D2H,
-    Kind.LOAD: Lane.H2D,
-    Kind.LOAD_HOME: Lane.H2D,
-    Kind.WAIT: Lane.COMPUTE,
-    Kind.FREE: Lane.COMPUTE,
-    Kind.COLLECT: Lane.H2D,
-    Kind.ACCUMULATE: Lane.D2H,
-    Kind.INTRA_REDUCE_SCATTER: Lane.INTRA,
-    Kind.INTER_REDUCE_SCATTER: Lane.INTER,
-    Kind.INTER_ALL_REDUCE: Lane.INTER,
-    Kind.INTRA_GRAD_ALL_GATHER: Lane.INTRA,
-    Kind.STORE_GRADS: Lane.D2H,
-}
-"""The lane that a step of each kind occupies."""
 
 
 INNER = "intra (model)"

@@ -10,7 +10,7 @@ Sources: ZeRO++ (Wang et al., 2023) and MiCS (Zhang et al., 2022), section 3.4, 
 
 from __future__ import annotations
 
-from fcdp_compile.plan import Kind
+from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.strategy import Scope
 
 REDUCTIONS: dict[Scope, tuple[Kind, ...]] = {
@@ -24,18 +24,13 @@ REDUCTIONS: dict[Scope, tuple[Kind, ...]] = {
 }
 """The steps of a reduction by the scope of home shards; steps over a group of one rank are left out."""
 
-REDUCING = frozenset(kind for kinds in REDUCTIONS.values() for kind in kinds)
-
-INTER_KINDS = (Kind.INTER_ALL_GATHER, Kind.INTER_REDUCE_SCATTER, Kind.INTER_ALL_REDUCE)
-"""Collectives over the ranks at one place of every node; others run over the ranks of a node."""
-
 
 def waits_before(kind: Kind, gradient: Scope) -> bool:
     """Whether gradients of micro-batches wait before this step of a reduction.
 
     gradient: the strategy's scope of accumulated gradients.
     """
-    done = Scope.INTRA if kind in INTER_KINDS else Scope.NONE
+    done = Scope.INTRA if kind.lane is Lane.INTER else Scope.NONE
     return gradient is done and kind is not Kind.INTRA_GRAD_ALL_GATHER
 
 

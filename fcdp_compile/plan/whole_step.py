@@ -10,29 +10,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from fcdp_compile.plan.kinds import FETCHES, REDUCING, Kind
 from fcdp_compile.plan.records import (
     Bucket,
     Direction,
-    Kind,
     Placement,
     Plan,
     Schedule,
     Step,
     Variant,
 )
-from fcdp_compile.plan.reduction import REDUCING
-
-FETCHES = frozenset(
-    {
-        Kind.INTER_ALL_GATHER,
-        Kind.INTRA_OWN_ALL_GATHER,
-        Kind.LOAD,
-        Kind.LOAD_HOME,
-        Kind.INTRA_ALL_GATHER,
-        Kind.INTRA_REST_ALL_GATHER,
-    }
-)
-"""The steps that bring parameters to where compute, or the next step, needs them."""
 
 _REDUCED = REDUCING | {Kind.COLLECT, Kind.STORE_GRADS}
 _ENDING = frozenset({Kind.WAIT, Kind.FREE, Kind.COMPUTE, None})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.plan import Kind
+from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.report.table import table
 from fcdp_compile.runtime.collectives.counters import (
     AGREE,
@@ -19,28 +19,15 @@ from fcdp_compile.runtime.collectives.counters import (
 from fcdp_compile.sharding.shard import state_of
 
 _KINDS: dict[str, tuple[str, str, str]] = {
-    Kind.INTER_ALL_GATHER.value: ("inter", "all_gather", "weights from other nodes"),
-    Kind.INTER_REDUCE_SCATTER.value: ("inter", "reduce_scatter", "gradients to their owners"),
-    Kind.INTER_ALL_REDUCE.value: ("inter", "all_reduce", "gradients of replicated shards"),
+    **{
+        kind.value: (kind.lane.value, kind.value.removeprefix(f"{kind.lane.value}_"), kind.text)
+        for kind in sorted(Kind, key=lambda kind: list(Lane).index(kind.lane))
+        if kind.flow is not None
+    },
+    EXCHANGE: ("intra", "exchange", "brings matrices together for Muon, and back"),
+    STORE_STATES: ("d2h", "store_states", "brings states of optimizers into host memory"),
+    LOAD_STATES: ("h2d", "load_states", "takes states of optimizers out of host memory"),
     AGREE: ("inter", "agree", "ranks agree on a plan and on stale copies"),
-    Kind.INTRA_ALL_GATHER.value: ("intra", "all_gather", "weights from ranks of the node"),
-    Kind.INTRA_OWN_ALL_GATHER.value: ("intra", "own_all_gather", "HO-Ring: the node's own weights"),
-    Kind.INTRA_REST_ALL_GATHER.value: (
-        "intra",
-        "rest_all_gather",
-        "HO-Ring: weights that came from other nodes",
-    ),
-    Kind.INTRA_REDUCE_SCATTER.value: ("intra", "reduce_scatter", "gradients, summed in the node"),
-    Kind.INTRA_GRAD_ALL_GATHER.value: ("intra", "grad_all_gather", "averaged gradients"),
-    EXCHANGE: ("intra", "exchange", "matrices for Muon, and back"),
-    Kind.STORE.value: ("d2h", "store", "gathered weights into host memory"),
-    Kind.LOAD.value: ("h2d", "load", "gathered weights out of host memory"),
-    Kind.STORE_GRADS.value: ("d2h", "store_grads", "gradients of offloaded parameters"),
-    Kind.LOAD_HOME.value: ("h2d", "load_home", "offloaded parameters"),
-    Kind.ACCUMULATE.value: ("d2h", "accumulate", "gradients that wait for the next micro-batch"),
-    Kind.COLLECT.value: ("h2d", "collect", "gradients that waited"),
-    STORE_STATES: ("d2h", "store_states", "states of optimizers into host memory"),
-    LOAD_STATES: ("h2d", "load_states", "states of optimizers out of host memory"),
 }
 """Link, kind and meaning of every counter, in the order of the table.
 

@@ -22,7 +22,7 @@ from enum import Enum
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Kind, Step
-from fcdp_compile.plan.reduction import INTER_KINDS
+from fcdp_compile.plan.kinds import INTER_KINDS
 
 
 class Collectives(Enum):

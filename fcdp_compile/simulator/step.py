@@ -10,7 +10,7 @@ from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Bucket, Direction, Lane, Schedule, Step
 from fcdp_compile.plan.cost import Machine, Slot, Timeline, agreement_s
-from fcdp_compile.plan.reduction import REDUCING
+from fcdp_compile.plan.kinds import REDUCING
 from fcdp_compile.simulator.conditions import Conditions, Jitter, NodeClass, fold
 from fcdp_compile.simulator.engine import Engine
 from fcdp_compile.simulator.rank import SimulatedRank

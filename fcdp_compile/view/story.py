@@ -7,54 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from decimal import ROUND_HALF_UP, Decimal
-from enum import Enum
 from typing import NamedTuple
 
 from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Plan, Schedule, Tier
+from fcdp_compile.plan.kinds import Flow
 
 _Placed = list[tuple[Bucket, Placement]]
 """Buckets, each with its placement."""
-
-
-class Flow(Enum):
-    """Weights or gradients, the link that they move over, and the direction."""
-
-    WEIGHTS_BETWEEN = "weights_between"
-    GRADIENTS_BETWEEN = "gradients_between"
-    WEIGHTS_WITHIN = "weights_within"
-    GRADIENTS_WITHIN = "gradients_within"
-    WEIGHTS_TO_HOST = "weights_to_host"
-    GRADIENTS_TO_HOST = "gradients_to_host"
-    WEIGHTS_FROM_HOST = "weights_from_host"
-    GRADIENTS_FROM_HOST = "gradients_from_host"
-
-
-FLOWS: dict[Kind, Flow] = {
-    Kind.INTER_ALL_GATHER: Flow.WEIGHTS_BETWEEN,
-    Kind.INTRA_ALL_GATHER: Flow.WEIGHTS_WITHIN,
-    Kind.INTRA_OWN_ALL_GATHER: Flow.WEIGHTS_WITHIN,
-    Kind.INTRA_REST_ALL_GATHER: Flow.WEIGHTS_WITHIN,
-    Kind.STORE: Flow.WEIGHTS_TO_HOST,
-    Kind.LOAD: Flow.WEIGHTS_FROM_HOST,
-    Kind.LOAD_HOME: Flow.WEIGHTS_FROM_HOST,
-    Kind.INTER_REDUCE_SCATTER: Flow.GRADIENTS_BETWEEN,
-    Kind.INTER_ALL_REDUCE: Flow.GRADIENTS_BETWEEN,
-    Kind.INTRA_REDUCE_SCATTER: Flow.GRADIENTS_WITHIN,
-    Kind.INTRA_GRAD_ALL_GATHER: Flow.GRADIENTS_WITHIN,
-    Kind.ACCUMULATE: Flow.GRADIENTS_TO_HOST,
-    Kind.STORE_GRADS: Flow.GRADIENTS_TO_HOST,
-    Kind.COLLECT: Flow.GRADIENTS_FROM_HOST,
-}
-"""The flow of each kind of step that moves something."""
-
-_WEIGHTS = frozenset(
-    {
-        Flow.WEIGHTS_BETWEEN,
-        Flow.WEIGHTS_WITHIN,
-        Flow.WEIGHTS_TO_HOST,
-        Flow.WEIGHTS_FROM_HOST,
-    }
-)
 
 
 class Story(NamedTuple):
@@ -68,7 +27,8 @@ def moved(schedule: Schedule) -> dict[Flow, int]:
     """Bytes that one rank sends or copies in a run of a schedule, for every flow."""
     totals = dict.fromkeys(Flow, 0)
     for kind, size in schedule.bytes_by_kind().items():
-        totals[FLOWS[kind]] += size
+        assert kind.flow is not None, "it moves bytes"
+        totals[kind.flow] += size
     return totals
 
 
@@ -147,7 +107,9 @@ def _what_is_kept(gathered: _Placed, stored: _Placed) -> str:
 
 def _tell_backward(plan: Plan, schedule: Schedule) -> Story:
     gathered, loaded = _buckets(plan, schedule, {Kind.INTER_ALL_GATHER}), _loaded(plan, schedule)
-    used = _buckets(plan, schedule, {k for k, flow in FLOWS.items() if flow in _WEIGHTS})
+    used = _buckets(
+        plan, schedule, {k for k in Kind if k.flow is not None and k.flow.is_of_weights}
+    )
     flows = moved(schedule)
     if gathered:
         whole = len(gathered) == len(used)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.files.json_records import one_line
 from fcdp_compile.plan import (
-    LANES,
     Bucket,
     Direction,
     Kind,
@@ -31,10 +30,11 @@ from fcdp_compile.plan import (
     Variant,
 )
 from fcdp_compile.plan.cost import Link, Machine, Timeline
+from fcdp_compile.plan.kinds import Flow
 from fcdp_compile.plan.whole_step import of_one_step, whole_step
 from fcdp_compile.simulator import simulate
 from fcdp_compile.view.short_names import fold_numbers, fold_params
-from fcdp_compile.view.story import FLOWS, Flow, moved, tell, tell_sharding
+from fcdp_compile.view.story import moved, tell, tell_sharding
 
 Json = dict[str, Any]
 
@@ -75,27 +75,6 @@ _INNER_KIND: Json = {
 }
 """Collectives of the model itself: no steps, but parts of compute steps."""
 
-_KINDS: dict[Kind, str] = {
-    Kind.COMPUTE: "runs operators of the model",
-    Kind.INTER_ALL_GATHER: "collects a bucket's weights from the other nodes",
-    Kind.INTRA_ALL_GATHER: "collects the other parts from the other ranks of the node",
-    Kind.INTRA_OWN_ALL_GATHER: "collects the node's own parts within the node while the other parts cross",
-    Kind.INTRA_REST_ALL_GATHER: "collects the parts that came from other nodes within the node",
-    Kind.STORE: "keeps gathered weights for their next use",
-    Kind.LOAD: "takes weights from where they were kept",
-    Kind.LOAD_HOME: "takes this rank's own weights out of host memory",
-    Kind.WAIT: "compute stands still until a transfer is done",
-    Kind.FREE: "releases gathered weights",
-    Kind.COLLECT: "adds gradients that waited",
-    Kind.ACCUMULATE: "lets gradients wait for the next micro-batch",
-    Kind.INTRA_REDUCE_SCATTER: "sums gradients within the node",
-    Kind.INTER_REDUCE_SCATTER: "sums gradients between nodes, to their owners",
-    Kind.INTER_ALL_REDUCE: "averages gradients between nodes",
-    Kind.INTRA_GRAD_ALL_GATHER: "spreads averaged gradients within the node",
-    Kind.STORE_GRADS: "brings averaged gradients to host memory, where the optimizer steps",
-}
-"""Each kind of step in a few words."""
-
 _LAST_GATHERS = frozenset({Kind.INTRA_ALL_GATHER, Kind.INTRA_REST_ALL_GATHER})
 """The gathers that result in whole parameters."""
 
@@ -115,7 +94,7 @@ def timeline_html(
     data = {
         "speeds": _speeds(machine),
         "lanes": list(_lanes(plans)),
-        "kinds": [*(_kind(kind, text) for kind, text in _KINDS.items()), _INNER_KIND],
+        "kinds": [*map(_kind, Kind), _INNER_KIND],
         "graphs": [
             *_whole_step(plans, machine),
             *(
@@ -169,9 +148,9 @@ def _lanes(plans: Sequence[Plan]) -> Iterator[Json]:
             yield _INNER_LANE
 
 
-def _kind(kind: Kind, text: str) -> Json:
-    flow = FLOWS[kind].value if kind in FLOWS else None
-    return {"id": kind.value, "lane": LANES[kind].value, "text": text, "flow": flow}
+def _kind(kind: Kind) -> Json:
+    flow = kind.flow and kind.flow.value
+    return {"id": kind.value, "lane": kind.lane.value, "text": kind.text, "flow": flow}
 
 
 def _whole_step(plans: Sequence[Plan], machine: Machine) -> Iterator[Json]:

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from fcdp_compile import ops
 from fcdp_compile.passes.graph.context import META, StepMeta
-from fcdp_compile.plan import LANES, Bucket, Kind, Step
+from fcdp_compile.plan import Bucket, Kind, Step
 
 
 def explicit(
@@ -35,7 +35,7 @@ def explicit(
     step = Step(
         index=0,
         kind=kind,
-        lane=LANES[kind],
+        lane=kind.lane,
         bucket=bucket.id,
         bytes=sent_bytes,
         waits=(),
@@ -55,7 +55,7 @@ def wait_for(graph: Graph, pending: Node) -> Node:
         step=Step(
             index=0,
             kind=Kind.WAIT,
-            lane=LANES[Kind.WAIT],
+            lane=Kind.WAIT.lane,
             bucket=meta.step.bucket,
             bytes=0,
             waits=(),

@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.passes.graph.context import META, StepMeta
-from fcdp_compile.plan import LANES, Lane
+from fcdp_compile.plan import Lane
 from fcdp_compile.torch_compat import storage_id
 
 Bytes: TypeAlias = int | sympy.Expr
@@ -218,7 +218,7 @@ def _let_go(events: Sequence[_Event]) -> dict[Node, int]:
                     found[held[lane].popleft()[1]] = i
             continue
         kind = ops.kind_of(node)
-        lane = Lane.COMPUTE if kind is None else LANES[kind]
+        lane = Lane.COMPUTE if kind is None else kind.lane
         if lane is Lane.COMPUTE:
             continue
         clock = dict(last.get(lane, {}))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.params.spec import Home
-from fcdp_compile.plan import LANES, Bucket, Kind, Tier
+from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.runtime.buckets.codecs import Codecs
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.collectives.quantize import Codec
@@ -192,7 +192,7 @@ class BucketCache:
         slab = self._slab_like(source)
         counters.add(Kind.STORE, source.nbytes)
         stored = self._transport.lanes.start(
-            LANES[Kind.STORE],
+            Kind.STORE.lane,
             partial(slab.copy_, source, non_blocking=True),
             out=slab,
             reads=[node_shard],
@@ -247,7 +247,7 @@ class BucketCache:
 
         name = range_name(Kind.LOAD, self._bucket)
         reads: list[Tensor | Pending] = [kept, arrived]
-        return lanes.start(LANES[Kind.LOAD], run, out=on_device, reads=reads, name=name)
+        return lanes.start(Kind.LOAD.lane, run, out=on_device, reads=reads, name=name)
 
     def node_shard(self, generation: int, home: Home) -> Tensor | None:
         """The exact node shard [N*S] of this generation where it is kept, ready to be read; None without it.

@@ -16,7 +16,7 @@ from torch import Tensor
 from fcdp_compile.devices import Device, Stream, StreamDevice
 from fcdp_compile.params.packing import home_slots
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.plan import LANES, Bucket, Kind
+from fcdp_compile.plan import Bucket, Kind
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.lanes.pending import Done, Pending
@@ -69,7 +69,7 @@ class HomeTransfers:
         self._counters.add(Kind.LOAD_HOME, elements * shards[0].itemsize)
         name = range_name(Kind.LOAD_HOME, bucket)
         loaded = self._lanes.start(
-            LANES[Kind.LOAD_HOME], run, out=out, reads=list(shards), name=name, scratch=scratch
+            Kind.LOAD_HOME.lane, run, out=out, reads=list(shards), name=name, scratch=scratch
         )
         self._last = loaded.done
         return loaded
@@ -84,7 +84,7 @@ class HomeTransfers:
 
         self._counters.add(Kind.STORE_GRADS, host.nbytes)
         name = range_name(Kind.STORE_GRADS, bucket)
-        stored = self._lanes.start(LANES[Kind.STORE_GRADS], run, out=host, reads=[grads], name=name)
+        stored = self._lanes.start(Kind.STORE_GRADS.lane, run, out=host, reads=[grads], name=name)
         assert stored.done is not None, "a lane runs it"
         return Pending(host, done=_OnHost(stored.done, self._host))
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fcdp_compile.devices import Device
 from fcdp_compile.params.mesh import Topology
-from fcdp_compile.plan import LANES, Kind
-from fcdp_compile.plan.reduction import INTER_KINDS, all_reduce_bytes
+from fcdp_compile.plan import Kind
+from fcdp_compile.plan.kinds import INTER_KINDS
+from fcdp_compile.plan.reduction import all_reduce_bytes
 from fcdp_compile.ranks.messages import gather_at_once, gather_objects
 from fcdp_compile.ranks.waiting import Wait
 from fcdp_compile.runtime.collectives.channel import Channel
@@ -94,7 +95,7 @@ class Collectives:
         name: str,
     ) -> Pending:
         scratch = channel.scratch
-        return self._lanes.start(LANES[kind], run, out=out, reads=reads, name=name, scratch=scratch)
+        return self._lanes.start(kind.lane, run, out=out, reads=reads, name=name, scratch=scratch)
 
     def group_size(self, kind: Kind) -> int:
         """How many ranks take part in a collective of this kind."""

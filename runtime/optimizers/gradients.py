@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.plan import LANES, Kind, Tier
+from fcdp_compile.plan import Kind, Tier
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.collectives.agreement import same_act
@@ -104,7 +104,7 @@ class Accumulation:
         out = torch.empty_like(own, dtype=dtype)
         run = partial(out.copy_, own)
         name = range_name(Kind.COLLECT, bucket.bucket)
-        return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=[grads], name=name)
+        return self._lanes.start(Kind.COLLECT.lane, run, out=out, reads=[grads], name=name)
 
     def _sum(
         self, bucket: BoundBucket, waiting: _Waiting, grads: Tensor | Pending, dtype: torch.dtype
@@ -123,7 +123,7 @@ class Accumulation:
                 out.copy_(total)
 
         name = range_name(Kind.COLLECT, bucket.bucket)
-        return self._lanes.start(LANES[Kind.COLLECT], run, out=out, reads=[grads, total], name=name)
+        return self._lanes.start(Kind.COLLECT.lane, run, out=out, reads=[grads, total], name=name)
 
     def accumulate(self, bucket: BoundBucket, params: _Params, total: Tensor | Pending) -> Pending:
         """Let the sum [n] wait; this backward adds it to no `.grad`."""
@@ -141,7 +141,7 @@ class Accumulation:
         slab = self._slabs[params]
         self._counters.add(Kind.ACCUMULATE, own.nbytes)
         stored = self._lanes.start(
-            LANES[Kind.ACCUMULATE],
+            Kind.ACCUMULATE.lane,
             lambda: slab.copy_(own, non_blocking=True),
             out=slab,
             reads=[total],

@@ -14,7 +14,6 @@ from fcdp_compile.passes.bucket import bucket, placements_of
 from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META, StepMeta
 from fcdp_compile.passes.lower import lower
-from fcdp_compile.plan import LANES
 from tests.passes.storages import storages
 
 WHERE = Where()
@@ -85,7 +84,7 @@ def check(gm: GraphModule, unlowered: GraphModule) -> None:
             meta = node.meta[META]
             assert isinstance(meta, StepMeta)
             assert meta.step.kind.value == node.target.__name__
-            assert meta.step.lane is LANES[meta.step.kind]
+            assert meta.step.lane is meta.step.kind.lane
             assert meta.step.bucket == node.kwargs["bucket"]
     for node in calls(gm, ops.store):
         (wait,) = node.users

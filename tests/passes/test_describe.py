@@ -11,7 +11,7 @@ from builders_graph import GraphBuilder, Where, aten, lower_toy, make_context
 from fcdp_compile import ops
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.segment import segment
-from fcdp_compile.plan import LANES, Direction, Kind, Variant
+from fcdp_compile.plan import Direction, Kind, Variant
 
 WHERE = Where()
 SHAPES = {"a": (4, 4), "b": (5,), "frozen": (8,)}
@@ -36,7 +36,7 @@ def test_one_step_a_node_in_order(strategy: str) -> None:
         assert len(schedule.steps) == len(nodes)
         for i, (step, node) in enumerate(zip(schedule.steps, nodes, strict=True)):
             kind = Kind.COMPUTE if node.op == "call_module" else ops.EXPLICIT[node.target]
-            assert (step.index, step.kind, step.lane) == (i, kind, LANES[step.kind])
+            assert (step.index, step.kind, step.lane) == (i, kind, step.kind.lane)
             assert step.bucket == node.kwargs.get("bucket")
 
 

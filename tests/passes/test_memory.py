@@ -17,7 +17,7 @@ from builders_graph import GraphBuilder, Where, aten, lower_toy
 from fcdp_compile import ops
 from fcdp_compile.passes.graph.work import accessed_bytes_of
 from fcdp_compile.passes.memory.curve import hints_of, storages, timeline
-from fcdp_compile.plan import LANES, Lane
+from fcdp_compile.plan import Lane
 from fcdp_compile.torch_compat import storage_id
 
 WHERE = Where()
@@ -158,7 +158,7 @@ def alive_from_scratch(gm: GraphModule, elsewhere: frozenset[int]) -> list[int]:
 def _lane(node: Node) -> Lane | None:
     """The lane that a node is a task of."""
     kind = ops.kind_of(node)
-    return None if kind is None or LANES[kind] is Lane.COMPUTE else LANES[kind]
+    return None if kind is None or kind.lane is Lane.COMPUTE else kind.lane
 
 
 def _before(step: Node, nodes: Sequence[Node]) -> set[Node]:

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from builders_graph import Lowered
 from fcdp_compile.devices import Cpu
 from fcdp_compile.params.layout import choose_dim
-from fcdp_compile.plan import LANES, Bucket, Direction, Kind, Placement, Tier, Variant
+from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
@@ -70,7 +70,7 @@ class Collectives:
             run()
 
         self.names.append(name)
-        pending = self._lanes.start(LANES[kind], task, out=out, reads=[send], name=name)
+        pending = self._lanes.start(kind.lane, task, out=out, reads=[send], name=name)
         if self.is_instant:
             assert pending.done is not None
             pending.done.order()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from builders_plan import make_steps
 from fcdp_compile.devices import Cpu, Cuda
-from fcdp_compile.plan import LANES, Kind, Lane, Step
+from fcdp_compile.plan import Kind, Lane, Step
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.marks import clock_of
 from fcdp_compile.runtime.lanes.pending import Pending
@@ -109,7 +109,7 @@ class OnDevice:
         is_at_the_end = sum(map(len, self.kernels.values())) == self._launched
         for kind in STARTED:  # a thread may still issue tasks that are not waited for
             out: Any = Buffer(self._simulated)
-            self._lanes.start(LANES[kind], lambda: None, out=out, reads=[], name="").wait()
+            self._lanes.start(kind.lane, lambda: None, out=out, reads=[], name="").wait()
         return is_at_the_end
 
     def _call(self, step: Step) -> None:

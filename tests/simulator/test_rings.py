@@ -18,7 +18,7 @@ from builders_graph import (
 from builders_plan import make_bucket
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Schedule, Step, Variant
-from fcdp_compile.plan.reduction import INTER_KINDS
+from fcdp_compile.plan.kinds import INTER_KINDS
 from fcdp_compile.simulator import Collectives, SimulatedStep, simulate_step
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
 
