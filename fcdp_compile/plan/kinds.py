@@ -75,7 +75,7 @@ class Kind(Enum):
     @property
     def lane(self) -> Lane:
         """The lane that the step occupies."""
-        return Lane.COMPUTE if self.flow is None else self.flow.lane
+        return _LANE_OF[self]
 
     @property
     def text(self) -> str:
@@ -126,6 +126,8 @@ _KINDS: dict[Kind, tuple[Flow | None, str]] = {
         "brings averaged gradients to host memory, where the optimizer steps",
     ),
 }
+
+_LANE_OF = {kind: kind.flow.lane if kind.flow else Lane.COMPUTE for kind in Kind}
 
 INTER_KINDS = tuple(kind for kind in Kind if kind.lane is Lane.INTER)
 """Collectives over the ranks at one place of every node; others run over the ranks of a node."""
