@@ -60,7 +60,7 @@ class Validity:
     ) -> None:
         self._records = records
         self._unset = unset
-        self._generations = generations
+        self.generations = generations
         self._collectives = collectives
         self._seals = Seals()
 
@@ -137,7 +137,7 @@ class Validity:
 
     def values_changed(self, keys: Iterable[str] | None = None) -> None:
         """Note that the values of these parameters, or of all without `keys`, have changed."""
-        self._generations.change(self._records if keys is None else keys)
+        self.generations.change(self._records if keys is None else keys)
 
     def values_arrived(self, keys: Sequence[str], buffers: Iterable[str] = ()) -> None:
         """Note that these parameters (by key) and buffers (by name) were written as a whole."""

@@ -273,7 +273,9 @@ def _slots_of_changed(pair: Beside, before: dict[str, Tensor]) -> int:
     state = state_of(pair.model)
     changed = [n for n, p in pair.plain.named_parameters() if not torch.equal(p, before[n])]
     keys = {record.spec.name: key for key, record in state.records.items()}
-    known = {key: found for key in state.records if (found := state.buckets.of(key))}
+    known = {
+        key: [b.bucket for b in found] for key in state.records if (found := state.buckets.of(key))
+    }
     frozen = {n: not p.requires_grad for n, p in pair.plain.named_parameters()}
     buckets = {
         next(b for b in known[keys[n]] if b.frozen == frozen[n])
