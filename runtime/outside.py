@@ -245,6 +245,8 @@ class OutsideReads:
             return True
         memory = self._host_memory
         given_back = 0 if own is None else _on_host(own)
+        if not _on_host(bucket):
+            return True
         return _on_host(bucket) <= memory.budget.bytes - memory.planned_bytes + given_back
 
     def _keep(self, key: str, bucket: BoundBucket) -> None:

@@ -64,6 +64,9 @@ class CompiledPlan:
         self._gathers = _stored(plan)
         self._is_resident = any(b.strategy.is_resident for b in plan.buckets)
         self._early: dict[ScheduleKey, list[tuple[Kind, int]]] = {}
+        # As planned, not as plans show it once the host turned out to have no room: a rank that recompiles
+        # alone must choose the same variants as the others.
+        self._accumulated = [p.bucket for p in plan.placements if p.accumulates]
         self._trained = [r for b in plan.buckets if not b.frozen for r in model.records.of(b)]
 
     def forward(
@@ -150,6 +153,7 @@ class CompiledPlan:
         bring_back_inputs(args[i] for i in self.reads.get(key, ()))
         program = self.programs[key]
         buckets = model.bound[self.plan.graph]
+        model.buckets.note_run(buckets)
         leading = [(kind, buckets[number]) for kind, number in self._startable(key)]
         model.seams.begin((self._digest, *key), leading)
         more: dict[str, Any] = {"accumulates": accumulates, "given": given}
@@ -190,13 +194,10 @@ class CompiledPlan:
         accumulates = cold.shall_accumulate(args)
         model.accumulation.begin_graph(backward_number(), accumulates=accumulates)
         if accumulates:
-            return Variant.ACCUMULATE if self._accumulating(model) else Variant.COLD
-        waits = model.accumulation.waits_for(self._accumulating(model))
+            return Variant.ACCUMULATE if self._accumulated else Variant.COLD
+        buckets = model.bound[self.plan.graph]
+        waits = model.accumulation.waits_for([buckets[i] for i in self._accumulated])
         return Variant.COLLECT if waits else Variant.COLD
-
-    def _accumulating(self, model: ShardedModel) -> list[BoundBucket]:
-        """The buckets whose gradients wait for the micro-batch that synchronises."""
-        return [b for b in model.bound[self.plan.graph].values() if b.placement.accumulates]
 
     def living_model(self) -> ShardedModel:
         model = self._model()

@@ -303,13 +303,6 @@ def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dis
     return group
 
 
-def _data_ranks(topology: Topology) -> Tensor:
-    """The ranks [N, g] of a topology that has a mesh."""
-    assert topology.home_mesh is not None, "several processes have a mesh"
-    ranks = topology.home_mesh.mesh
-    return (ranks if topology.tp is None else ranks[topology.tp.get_local_rank()]).T
-
-
 def everyone_ranks(topology: Topology) -> dict[tuple[int, int, int], int]:
     """The rank within `Topology.everyone` of each node, place and number within a "tp" group."""
     if topology.home_mesh is None or topology.everyone is None:

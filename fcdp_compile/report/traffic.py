@@ -18,16 +18,19 @@ from fcdp_compile.runtime.collectives.counters import (
 )
 from fcdp_compile.sharding.shard import state_of
 
+_OTHERS = {
+    AGREE: (Lane.INTER, "ranks agree on a plan and on stale copies"),
+    EXCHANGE: (Lane.INTRA, "brings matrices together for Muon, and back"),
+    STORE_STATES: (Lane.D2H, "brings states of optimizers into host memory"),
+    LOAD_STATES: (Lane.H2D, "takes states of optimizers out of host memory"),
+}
+"""Counters of what is no step of a plan."""
+
 _KINDS: dict[str, tuple[str, str, str]] = {
-    **{
-        kind.value: (kind.lane.value, kind.value.removeprefix(f"{kind.lane.value}_"), kind.text)
-        for kind in sorted(Kind, key=lambda kind: list(Lane).index(kind.lane))
-        if kind.flow is not None
-    },
-    EXCHANGE: ("intra", "exchange", "brings matrices together for Muon, and back"),
-    STORE_STATES: ("d2h", "store_states", "brings states of optimizers into host memory"),
-    LOAD_STATES: ("h2d", "load_states", "takes states of optimizers out of host memory"),
-    AGREE: ("inter", "agree", "ranks agree on a plan and on stale copies"),
+    name: (lane.value, name.removeprefix(f"{lane.value}_"), text)
+    for lane in Lane
+    for name, (of, text) in ({k.value: (k.lane, k.text) for k in Kind if k.flow} | _OTHERS).items()
+    if of is lane
 }
 """Link, kind and meaning of every counter, in the order of the table.
 

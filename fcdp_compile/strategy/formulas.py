@@ -50,7 +50,7 @@ class Costs:
 def costs(strategy: Strategy) -> Costs:
     """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host.
 
-    The algorithm `auto` counts as hierarchical.  Optimizer states are not counted, in either memory.
+    Optimizer states are not counted, in either memory.
     """
     W = F + T
     shards = {Scope.GLOBAL: N * g, Scope.INTRA: g, Scope.NONE: sympy.Integer(1)}[strategy.home]

@@ -75,7 +75,7 @@ class _Copy:
 class BucketCache:
     """The cache of one bucket on this rank; all plans of the model that have the bucket share it.
 
-    tier: where the plan that runs wants the copy (`Placement.tier`).
+    Methods are given the tier in which the plan that runs wants the copy (`Placement.tier`).
     """
 
     def __init__(self, bucket: Bucket, transport: Transport) -> None:

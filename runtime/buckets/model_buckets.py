@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -29,6 +29,7 @@ class ModelBuckets:
         self.transport = transport
         self._caches: dict[int, BucketCache] = {}  # by the number of a planned bucket
         self._planned: dict[str, dict[int, BoundBucket]] = {}  # as the latest plan binds them
+        self._run: dict[int, BoundBucket] = {}  # as the plan that ran last with each binds them
         self._alone: dict[tuple[str, torch.dtype, bool], BoundBucket] = {}
 
     def bind(self, plan: Plan) -> dict[int, BoundBucket]:
@@ -41,6 +42,10 @@ class ModelBuckets:
             for key in made.keys:
                 self._planned.setdefault(key, {})[bucket.id] = made
         return bound
+
+    def note_run(self, buckets: Mapping[int, BoundBucket]) -> None:
+        """Note that a plan with these buckets runs: reads outside of graphs keep them where it does."""
+        self._run.update(buckets)
 
     def alone(self, key: str, dtype: torch.dtype, *, is_frozen: bool) -> BoundBucket:
         """The bucket of one parameter that is used outside of graphs, gathered in a dtype."""
@@ -68,7 +73,8 @@ class ModelBuckets:
 
         Others have a parameter that the model no longer has, or that is whole for a while.
         """
-        return [b for b in self._planned.get(key, {}).values() if b.is_at_home]
+        planned = self._planned.get(key, {})
+        return [b for i, latest in planned.items() if (b := self._run.get(i, latest)).is_at_home]
 
     def rivals(self, bucket: BoundBucket) -> Iterator[BoundBucket]:
         """The buckets that this bucket replaces because parameters were frozen or unfrozen."""

@@ -18,8 +18,6 @@ LOAD_STATES, STORE_STATES = "load_states", "store_states"
 
 _OF_OPTIMIZERS = {EXCHANGE, LOAD_STATES, STORE_STATES}
 
-"""Counter of a ring's all-gathers on a rank whose successor is in its own node."""
-
 
 @dataclass(slots=True)
 class Counters:

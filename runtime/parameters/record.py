@@ -161,17 +161,9 @@ class Records(dict[str, ParamRecord]):
         """The parameters of a bucket, in its order."""
         return [self.by_name[p.name] for p in bucket.params]
 
-    def keys_of(self, bucket: Bucket) -> list[str]:
-        """The keys of a bucket's parameters."""
-        return [r.spec.key for r in self.of(bucket)]
-
     def by_parameter(self) -> dict[int, ParamRecord]:
         """The records by the `id` of the parameters that are in the model now."""
         return {id(p): record for record in self.values() for p in record.places()}
-
-    def shards(self, bucket: Bucket) -> list[Tensor]:
-        """This rank's home shards of a bucket."""
-        return [r.local() for r in self.of(bucket)]
 
     def are_at(self, keys: Sequence[str | None], shards: Sequence[Tensor]) -> bool:
         """Whether `keys_at` of these tensors is `keys`; in less time if it is."""

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile import FcdpError, PlanMismatchError, UnsynchronizedGradientError
 from fcdp_compile.torch_compat import why_no_inductor
-from tests.distributed.beside import Beside
+from tests.device.choice import seeded
+from tests.distributed.beside import Beside, assert_close, sgd
 from tests.distributed.models import CASES, batch
+from tests.distributed.parity import rank_and_ranks
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
@@ -160,7 +163,48 @@ def _short_of_host_memory(mesh: DeviceMesh) -> dict[int, dict[str, int]]:
         found[waiting] = dict(pair.counters.last_step)
         del pair  # its share of the host memory is the next one's
     _recompile_on_one_rank(mesh)
+    _recompile_without_room(mesh)
     return found
+
+
+class _InTwoGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.trained = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.frozen(x))
+        torch._dynamo.graph_break()
+        found: Tensor = self.trained(hidden)
+        return found
+
+
+def _recompile_without_room(mesh: DeviceMesh) -> None:
+    """A rank that recompiles alone runs the same variants as others, whose plans found no room before."""
+    torch.manual_seed(0)
+    plain = _InTwoGraphs()
+    model = fcdp_compile.shard(copy.deepcopy(plain), mesh, strategy="fcdp")
+    options = {"bucket_mb": 0.1 / 2**20, "host_memory": 864}  # bytes of the node shards alone
+    net = torch.compile(model, backend="fcdp", options=options)
+    optimizers = [sgd([p for p in m.parameters() if p.requires_grad]) for m in (model, plain)]
+    rank, ranks = rank_and_ranks(mesh)
+
+    def inputs(number: int, rank: int) -> Tensor:
+        size = 3 if number >= 7 and not rank else 2
+        return torch.rand(size, 8, generator=seeded(100 * number + rank))
+
+    for number in range(9):
+        with fcdp_compile.no_sync(net) if number % 3 < 2 else nullcontext():
+            net(inputs(number, rank)).square().mean().backward()
+        for other in range(ranks):
+            (plain(inputs(number, other)).square().mean() / ranks).backward()
+        if number % 3 == 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for name, parameter in plain.named_parameters():
+        assert_close(fcdp_compile.full(model.get_parameter(name)), parameter, name)
 
 
 def _recompile_on_one_rank(mesh: DeviceMesh) -> None:

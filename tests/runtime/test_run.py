@@ -59,7 +59,7 @@ class Model:
         self.exposure = Exposure(Cpu())
         self.collectives = SimpleNamespace()
         self.lanes = SimpleNamespace(device=Cpu())
-        self.records = SimpleNamespace(not_at_home=list, keys_of=lambda b: [b.id], of=lambda b: [])
+        self.records = SimpleNamespace(not_at_home=list, of=lambda b: [])
         self.seams = SimpleNamespace(
             begin=lambda event, leading: None,
             start_next=lambda room_bytes: None,
