@@ -249,7 +249,7 @@ def test_every_group_waits_as_long_as_the_default_group_unless_told() -> None:
             assert pipe.poll(LIMIT_S)
             is_error, found = pipe.recv()
             assert not is_error, found
-            assert set(found) > {"made inter", "made mesh", "theirs control", "chosen flat"}
+            assert set(found) > {"made inter", "made mesh", "theirs control", "chosen control"}
             wrong = {k: v for k, v in found.items() if v != (90 if k.startswith("chosen") else 70)}
             assert wrong == {}
     finally:

@@ -246,10 +246,8 @@ def _delete_a_block(mesh: DeviceMesh) -> list[tuple[int, int]]:
         change()
         with torch.no_grad():
             model(batch)
-        sum(
-            c.host_bytes
-            for c in found.append((state.buckets.caches()), state.host_memory.unplanned_bytes)
-        )
+        held_bytes = sum(c.host_bytes for c in state.buckets.caches())
+        found.append((held_bytes, state.host_memory.unplanned_bytes))
         model.requires_grad_(False)  # so that adapters get other copies
     return found
 
