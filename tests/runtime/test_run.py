@@ -55,6 +55,7 @@ class Model:
         self.modes: list[str] = []
         self.accumulation = Accumulation()
         self.bound: dict[int, dict[int, Any]] = {}
+        self.buckets = SimpleNamespace(note_run=lambda buckets: None)
         self.counters = Counters()
         self.exposure = Exposure(Cpu())
         self.collectives = SimpleNamespace()
