@@ -81,9 +81,8 @@ peers: $(STAMPS)/editable-test  ## run other projects' test suites; writes docs/
 release-check: $(STAMPS)/editable-test  ## build wheel and sdist, and try them outside of the repository
 	$(BIN)/python -m tests.release.check
 
-# The banner that is turned off is about the next major version, which pyproject.toml excludes.
 docs: $(STAMPS)/editable-docs  ## build the documentation into build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --clean --quiet
+	$(BIN)/python -m zensical build --strict --clean
 
 lint: $(STAMPS)/editable-dev  ## check style and formatting
 	$(BIN)/ruff check .
@@ -102,7 +101,7 @@ types: $(STAMPS)/editable-dev  ## check types, on the installed package
 	    --cache-dir $(CURDIR)/.mypy_cache -p fcdp_compile
 
 clean:  ## remove the environment and everything built
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

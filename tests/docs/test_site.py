@@ -1,11 +1,11 @@
-"""The site builds strictly, lists every page, loads nothing from other hosts, and quotes real messages."""
+"""The site builds strictly, lists and searches every page, asks no other host, and quotes real messages."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import http.server
-import os
+import json
 import re
 import shutil
 import subprocess
@@ -22,8 +22,8 @@ import fcdp_compile
 from docs.site import rooms
 from tests.docs.blocks import ROOT
 
-yaml = pytest.importorskip("yaml", reason="mkdocs is not installed (pip install '.[docs]')")
-pytest.importorskip("mkdocs", reason="mkdocs is not installed (pip install '.[docs]')")
+yaml = pytest.importorskip("yaml", reason="zensical is not installed (pip install '.[docs]')")
+pytest.importorskip("zensical", reason="zensical is not installed (pip install '.[docs]')")
 
 DOCS = ROOT / "docs"
 BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
@@ -33,31 +33,50 @@ FETCHING = {"script": "src", "img": "src", "link": "href", "source": "srcset", "
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+    """The built site.  Zensical builds into the project's folder only, hence a copy."""
+    project = tmp_path_factory.mktemp("project")
+    shutil.copy(ROOT / "mkdocs.yml", project)
+    shutil.copytree(DOCS, project / "docs")
+    for name in ("fcdp_compile", "passes", "runtime"):
+        (project / name).symlink_to(ROOT / name)
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        [sys.executable, "-m", "zensical", "build", "--strict"],
+        cwd=project,
         capture_output=True,
         text=True,
         timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING" not in done.stderr, done.stderr
-    return folder
+    assert "warning" not in (done.stdout + done.stderr).lower(), done.stdout + done.stderr
+    return project / _settings()["site_dir"]
 
 
-class _Fetched(HTMLParser):
+class _Page(HTMLParser):
+    """What a page fetches, what it links to, and what can be linked to in it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.addresses: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
+        self.anchors.add(values.get("id") or "")
+        if tag == "a":
+            self.links.append(values.get("href") or "")
         is_only_named = tag == "link" and values.get("rel") in ("canonical", "prev", "next")
         if tag in FETCHING and not is_only_named:
             self.addresses.append(values.get(FETCHING[tag]) or "")
+
+
+def _read(site: Path) -> dict[Path, _Page]:
+    pages = {}
+    for file in site.resolve().rglob("*.html"):
+        pages[file] = _Page()
+        pages[file].feed(file.read_text(encoding="utf-8"))
+    return pages
 
 
 def _nav(entries: Any) -> Iterator[str]:
@@ -85,15 +104,39 @@ def test_the_navigation_lists_every_page() -> None:
     assert sorted(listed) == sorted(pages)
 
 
-def test_every_page_is_built(site: Path) -> None:
-    for page in _nav(_settings()["nav"]):
-        assert (site / page).with_suffix(".html").is_file(), page
+def test_every_page_is_built_and_no_other(site: Path) -> None:
+    built = {str(page.relative_to(site)) for page in site.rglob("*.html")}
+    listed = {str(Path(page).with_suffix(".html")) for page in _nav(_settings()["nav"])}
+    assert built == listed | {"404.html"}
+    assert not (site / "site").exists(), "code of docs/site"
+
+
+def test_search_knows_every_page(site: Path) -> None:
+    found = json.loads((site / "search.json").read_text(encoding="utf-8"))
+    known = {item["location"].partition("#")[0] for item in found["items"]}
+    assert known == {str(Path(page).with_suffix(".html")) for page in _nav(_settings()["nav"])}
+
+
+def test_links_lead_to_files_and_anchors(site: Path) -> None:
+    """Zensical itself asks this only of links between pages."""
+    pages = _read(site)
+    for page, found in pages.items():
+        for link in found.links:
+            address, _, anchor = link.partition("#")
+            if re.match(r"https?://|mailto:", address):
+                continue
+            assert page.name == "404.html" or not address.startswith("/"), f"{page.name}: {link}"
+            target = page
+            if address:
+                where = site if address.startswith("/") else page.parent
+                target = (where / address.lstrip("/")).resolve()
+            assert target.is_file(), f"{page.name}: {link}"
+            if anchor:
+                assert anchor in pages[target].anchors, f"{page.name}: {link}"
 
 
 def test_pages_name_nothing_to_fetch_from_other_hosts(site: Path) -> None:
-    for page in site.rglob("*.html"):
-        found = _Fetched()
-        found.feed(page.read_text(encoding="utf-8"))
+    for page, found in _read(site).items():
         assert found.addresses
         for address in found.addresses:
             assert not re.match(r"(https?:)?//", address), f"{page.name} fetches {address}"
