@@ -22,6 +22,7 @@ from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Bucket, Kind, Placement
+from fcdp_compile.plan.kinds import FETCHES, REDUCING
 from fcdp_compile.plan.reduction import REDUCTIONS, waits_before
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.buckets.transport import Transport
@@ -55,13 +56,16 @@ class BoundBucket:
         self.home = transport.topology.home(bucket.strategy.home)
         self._layouts = [p.layout for p in bucket.params]
         self._dtype: torch.dtype = getattr(torch, bucket.dtype)
+        # Once, not in every step.
+        self._sizes = bucket.sizes()
+        self._names = {kind: range_name(kind, bucket) for kind in FETCHES | REDUCING}
         self._generations = generations
         self._transport = transport
         self._collectives = transport.collectives
 
     @property
     def id(self) -> int:
-        """Its number in the plans; negative if no plan has it (`fcdp_compile.buckets.exact_bucket`)."""
+        """Its number in the plans; -1 if no plan has it (`ModelBuckets.alone`)."""
         return self.bucket.id
 
     @property
@@ -95,7 +99,7 @@ class BoundBucket:
 
     def gather(self, kind: Kind, *parts: Tensor | Pending) -> Pending:
         """Start one step of a gather; `parts` are the inputs of the op of this kind (`fcdp_compile.ops`)."""
-        start, name = self._collectives, range_name(kind, self.bucket)
+        start, name = self._collectives, self._names[kind]
         if kind is Kind.INTRA_REST_ALL_GATHER:
             node_shard, own = parts
             return start.rest_all_gather(kind, node_shard, own, name)
@@ -105,7 +109,7 @@ class BoundBucket:
         codec = self.cache.codecs.of_weights
         if kind is Kind.INTRA_OWN_ALL_GATHER:
             return start.own_all_gather(kind, part, name, codec=codec)
-        return start.all_gather(kind, part, name, codec=codec, sizes=self.bucket.sizes())
+        return start.all_gather(kind, part, name, codec=codec, sizes=self._sizes)
 
     def gathered(self, home: Tensor) -> list[Tensor]:
         """Gather a home buffer [S] at once, level by level; returns the parameters."""
@@ -236,7 +240,7 @@ class BoundBucket:
         if kind is Kind.INTER_REDUCE_SCATTER:
             params = tuple(p.name for p in self.bucket.params) if params is None else params
             codec, sizes = self.cache.codecs.of_gradients(params), self.bucket.sizes(params)
-        name = range_name(kind, self.bucket)
+        name = self._names[kind]
         return self._collectives.reduction(kind, grads, name, codec=codec, sizes=sizes)
 
     def reduced(
