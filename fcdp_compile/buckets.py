@@ -18,7 +18,8 @@ def exact_bucket(number: int, specs: Sequence[ParamSpec], *, is_frozen: bool, wh
     """A bucket that sends and keeps exact values, gathered hierarchically.
 
     number: its id; -1 if no plan has it.
-    specs: its parameters, in order; they agree in dtypes and strategy.  Those with home nodes are put in the order of these nodes, so that a node shard has each node's part in one piece.
+    specs: its parameters, in order; they agree in dtypes and strategy.  Those with home nodes are put in the
+    order of these nodes, so that a node shard has each node's part in one piece.
     """
     params, offset = [], 0
     for spec in sorted(specs, key=lambda s: s.layout.home_node or 0):
