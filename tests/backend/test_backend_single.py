@@ -28,6 +28,7 @@ from fcdp_compile.plan.json import read_plan
 from fcdp_compile.plan.recording import read_recordings, timelines
 from fcdp_compile.plan.stages import read_stages
 from tests.distributed.layered import Model
+from tests.marks import quick
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +103,7 @@ def test_a_sharded_one_trains_under_inductor() -> None:
     torch.testing.assert_close(losses(compiled, list(model.parameters())), expected)
 
 
-@pytest.mark.parametrize("compute", ["eager", "inductor"])
+@pytest.mark.parametrize("compute", quick(["eager", "inductor"], "eager"))
 def test_a_hook_that_asks_for_a_gradient_breaks_no_graph_and_costs_nothing(
     compute: str, tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def test_the_page_tells_passed_from_failed_from_not_run(tmp_path: Path) -> None:
     assert text.endswith("## By hand\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "passed", "skipped", "failures"),
     [

@@ -144,6 +144,7 @@ def test_lora_sends_adapters_only(wire: Callable[[str], list[Wire]]) -> None:
         assert all(sent <= limit for sent in found.steps[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("full", marks=pytest.mark.rare), "lora"])
 def test_evaluation_sends_nothing_after_its_first_batch(
     wire: Callable[[str], list[Wire]], mode: str

@@ -68,10 +68,12 @@ def _read_cut_in_the_node(_: DeviceMesh) -> None:
         assert_close(whole_of(model[0].weight).detach(), expected, whole_of.__name__)
 
 
+@pytest.mark.slow
 def test_parameters_cut_by_tensor_parallelism_are_read() -> None:
     run(_read_cut_in_the_node, nodes=1, ranks_per_node=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["odd", pytest.param("odd-lora", marks=pytest.mark.slow)])
 def test_sharded_values_are_read_and_reduced_as_on_one_rank(case: str) -> None:
     run(_train, case, nodes=2, ranks_per_node=2)

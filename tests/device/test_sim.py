@@ -84,6 +84,7 @@ def _alone(mesh: object) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_streams_memory_and_copies() -> None:
     found = run(_alone, nodes=1, ranks_per_node=1)[0]
     assert found["ordered"] == found["held"] == [SIZE] * 4
@@ -119,6 +120,7 @@ def _together(mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_collectives_of_several_ranks() -> None:
     ranks = run(_together, nodes=2, ranks_per_node=2)
     for found in ranks:
@@ -143,6 +145,7 @@ def _disordered(mesh: DeviceMesh, is_turned: bool) -> None:
     assert [value.sum().item() for value in values] == [6.0, 6.0, 12.0]
 
 
+@pytest.mark.slow
 def test_ranks_that_issue_in_different_orders_are_noticed() -> None:
     run(_disordered, False, nodes=2, ranks_per_node=2)
     with pytest.raises(RankError, match=r"collective \d+ of ranks \d and 3: "):
@@ -160,6 +163,7 @@ def _failing(mesh: DeviceMesh) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_collective_may_fail_on_request() -> None:
     for text in run(_failing, nodes=2, ranks_per_node=1):
         assert "a kernel of the simulated device failed" in text

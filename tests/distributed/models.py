@@ -101,7 +101,7 @@ def llama() -> nn.Module:
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    return GPT2LMHeadModel(
+    model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
             n_positions=64,
@@ -113,6 +113,8 @@ def gpt2(dropout: float = 0.0) -> nn.Module:
             attn_pdrop=dropout,
         )
     )
+    model.loss_type = "ForCausalLM"  # without it, a warning in the forward breaks the graph
+    return model
 
 
 def gpt2_dropout() -> nn.Module:

@@ -20,6 +20,7 @@ from tests.distributed.beside import Beside, assert_close, sgd
 from tests.distributed.models import CASES, batch
 from tests.distributed.parity import rank_and_ranks
 from tests.distributed.ranks import run
+from tests.marks import quick
 
 pytestmark = pytest.mark.distributed
 
@@ -304,7 +305,7 @@ def _cleared(mesh: DeviceMesh, place: str) -> None:
     pair.compare_gradients()
 
 
-@pytest.mark.parametrize("place", ["gpu", "host"])
+@pytest.mark.parametrize("place", quick(["gpu", "host"], "host"))
 def test_clearing_gradients_clears_what_waits(place: str) -> None:
     run(_cleared, place, nodes=2, ranks_per_node=2)
 
@@ -355,6 +356,7 @@ def _misuse(mesh: DeviceMesh) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_misuse_is_refused_and_does_no_harm() -> None:
     for found in run(_misuse, nodes=2, ranks_per_node=2):
         assert "outside of no_sync before optimizer.step()" in found["step"]

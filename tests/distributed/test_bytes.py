@@ -240,7 +240,7 @@ _FEW: list[Key] = [
     ("odd", "fcdp", False),
 ]
 _QUICK: list[Key] = [
-    *_ALL[::3],
+    *_ALL[1:3],
     *(key for key in _EACH if key[1] in ("mics", "zero3")),
     *_QUANTISED[:2],
     *_ALGORITHMS[:1],
@@ -267,7 +267,9 @@ _MEASURED: dict[str, tuple[int, int, list[Key]]] = {
 
 
 def _row(name: str) -> Any:
-    return name if name in ("2x2", "1x2") else pytest.param(name, marks=pytest.mark.rare)
+    if name == "2x2":
+        return name
+    return pytest.param(name, marks=pytest.mark.slow if name == "1x2" else pytest.mark.rare)
 
 
 @pytest.fixture(scope="module", params=[_row(name) for name in _MEASURED])
@@ -345,12 +347,17 @@ def test_a_frozen_bucket_that_stays_has_no_step_between_nodes(
             assert frozen == set(found.plan.refresh)
 
 
-def test_adapters_travel_in_one_gather_and_one_reduction() -> None:
+def test_adapters_travel_in_one_gather_and_one_reduction(
+    measured: tuple[int, int, list[dict[Key, Measured]]],
+) -> None:
     """One per level, however many adapters there are: each small message costs a latency."""
-    for found in run(_measure, "llama-lora", "fcdp", _TOGETHER, nodes=2, ranks_per_node=2):
+    nodes, _, results = measured
+    for found in [
+        ranks[key] for ranks in results for key in [("odd-lora", "fcdp", True)] if key in ranks
+    ]:
         for step in found.steps[1:]:
-            assert step.calls["inter_all_gather"] == 1
-            assert step.calls["inter_reduce_scatter"] == 1
+            assert step.calls["inter_all_gather"] == (nodes > 1)
+            assert step.calls["inter_reduce_scatter"] == (nodes > 1)
             assert step.calls["intra_reduce_scatter"] == 1
             assert step == found.planned_steady
         assert found.steps[0] == found.planned_first

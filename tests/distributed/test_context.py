@@ -327,6 +327,7 @@ def _refusals(mesh: DeviceMesh) -> None:
     refused("got no sequence_ids", lambda: model(batch["input_ids"]), FcdpError)
 
 
+@pytest.mark.slow
 def test_bytes_and_refusals() -> None:
     run(_sent, nodes=2, ranks_per_node=2)
     run(_refusals, nodes=2, ranks_per_node=2)

@@ -311,6 +311,7 @@ def _statistics_stay(mesh: DeviceMesh | None) -> None:
         assert all(map(torch.equal, sharded.buffers(), whole.buffers()))
 
 
+@pytest.mark.slow
 def test_layers_with_running_statistics_compute_in_their_dtype() -> None:
     _statistics_stay(None)
     run(_statistics_stay, nodes=2, ranks_per_node=2)

@@ -23,6 +23,7 @@ def test_two_nodes_of_two() -> None:
     run(check_trials, trials, nodes=2, ranks_per_node=2)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one() -> None:
     trials = [
         Trial(case="llama-lora", compute=None),

@@ -53,7 +53,7 @@ raise SystemExit(3) if leaves == "exits" else ValueError("the user's")
     ("leaves", "code", "peer_lives"),
     [
         pytest.param("exits", 3, True, marks=pytest.mark.slow),
-        ("raises", 1, True),
+        pytest.param("raises", 1, True, marks=pytest.mark.slow),
         pytest.param("raises", 1, False, marks=pytest.mark.rare),
         pytest.param("destroys the group", 3, True, marks=pytest.mark.rare),
         pytest.param("destroys the group", 3, False, marks=pytest.mark.slow),

@@ -142,6 +142,7 @@ def _one_rank_a_node(mesh: DeviceMesh) -> None:
     _copies_are_equal(pair.model)
 
 
+@pytest.mark.slow
 def test_one_rank_a_node_keeps_no_second_copy() -> None:
     run(_one_rank_a_node, nodes=2, ranks_per_node=1)
 

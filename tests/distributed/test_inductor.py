@@ -116,7 +116,10 @@ def _check_all(mesh: DeviceMesh | None) -> None:
 
 @pytest.mark.parametrize(
     ("checkpointed", "dynamic"),
-    [pytest.param(False, True, marks=pytest.mark.rare), (True, False)],
+    [
+        pytest.param(False, True, marks=pytest.mark.rare),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
     ids=["dynamic", "checkpointed"],
 )
 def test_alone(checkpointed: bool, dynamic: bool) -> None:

@@ -222,6 +222,7 @@ def _given(mesh: DeviceMesh) -> None:
     pair.compare_parameters()
 
 
+@pytest.mark.slow
 def test_other_values_in_the_place_of_a_layers_parameters() -> None:
     run(_given, nodes=2, ranks_per_node=2)
 
@@ -382,5 +383,6 @@ def _late_gradients(mesh: DeviceMesh) -> None:
     pair.compare_parameters()
 
 
+@pytest.mark.slow
 def test_gradients_that_are_still_reduced_are_right_whoever_reads_them() -> None:
     run(_late_gradients, nodes=2, ranks_per_node=1)

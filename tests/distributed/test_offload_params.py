@@ -67,7 +67,7 @@ def _parity(mesh: DeviceMesh, name: str, strategy: str) -> None:
 @pytest.mark.parametrize(
     ("name", "strategy", "nodes", "ranks_per_node"),
     [
-        ("odd", "fcdp", 2, 2),
+        pytest.param("odd", "fcdp", 2, 2, marks=pytest.mark.slow),
         pytest.param("odd-lora", "zero3", 2, 2, marks=pytest.mark.rare),
         pytest.param("odd-lora", "fcdp", 1, 2, marks=pytest.mark.slow),
         pytest.param("odd-lora", "fcdp", 2, 1, marks=pytest.mark.slow),

@@ -178,6 +178,7 @@ def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", _JOBS)
 def test_sharded_tensors_do_as_whole_ones(verdicts: Verdicts, job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4

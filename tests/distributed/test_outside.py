@@ -162,7 +162,8 @@ def test_breaks_of_real_models_cost_no_bytes(name: str) -> None:
 HOWS = ["whole", "disabled", "checkpointed", "uncompiled", "tied"]
 
 
-@pytest.mark.parametrize("strategy", ["fcdp", pytest.param("zero1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["fcdp", "zero1"])
 def test_bytes_are_those_of_a_graph(strategy: str) -> None:
     ranks = run(_train, HOWS, strategy, nodes=2, ranks_per_node=2)
     whole = ranks[0]["whole"][0]

@@ -118,6 +118,7 @@ def test_a_quantised_base_trains_as_replicated_and_crosses_the_network_once() ->
             assert (sent[0], sent[-1]) == (slots[False] + slots[True], slots[False]), case
 
 
+@pytest.mark.slow
 def test_on_one_node_a_quantised_base_is_loaded_from_the_host() -> None:
     cases = [(kind, "fcdp", kind == "int8") for kind in ("nf4-nested", "int8", "torchao-int8")]
     cases = _here(cases)
@@ -185,7 +186,9 @@ INT8 = {"load_in_8bit": True}
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("options", [NF4, INT8], ids=["nf4", "int8"])
+@pytest.mark.parametrize(
+    "options", [NF4, pytest.param(INT8, marks=pytest.mark.slow)], ids=["nf4", "int8"]
+)
 def test_a_checkpoint_is_quantised_as_the_library_does(
     options: dict[str, Any], tmp_path: Path
 ) -> None:

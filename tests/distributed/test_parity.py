@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.parity import Trial, check_trial, check_trials, product
+from tests.distributed.parity import Trial, check_trial, check_trials
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed
@@ -23,8 +23,11 @@ def named(trial: Trial) -> str:
     "trial",
     [
         pytest.param(Trial(case="llama"), marks=pytest.mark.slow),
-        Trial(case="gpt2", is_checkpointed=True),
-        *product(case=["odd"], compute=["inductor"], is_checkpointed=[False, True]),
+        pytest.param(Trial(case="gpt2", is_checkpointed=True), marks=pytest.mark.slow),
+        Trial(case="odd", compute="inductor"),
+        pytest.param(
+            Trial(case="odd", compute="inductor", is_checkpointed=True), marks=pytest.mark.slow
+        ),
         pytest.param(
             Trial(case="broken", compute="inductor", is_checkpointed=True), marks=pytest.mark.slow
         ),
@@ -69,6 +72,7 @@ def test_one_node_of_two() -> None:
     run(check_trials, trials, nodes=1, ranks_per_node=2)
 
 
+@pytest.mark.slow
 def test_one_node_of_three() -> None:
     trials = [Trial(case="odd", is_checkpointed=True), Trial(case="odd-lora")]
     run(check_trials, trials, nodes=1, ranks_per_node=3)

@@ -234,6 +234,7 @@ def test_what_is_refused() -> None:
     run(_refusals, nodes=2, ranks_per_node=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "match"),
     [

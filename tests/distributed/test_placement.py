@@ -327,6 +327,7 @@ def _with_one_memory(mesh: DeviceMesh) -> dict[str, int]:
     return {**state.counters.sent, "slabs": state.pool.slab_bytes}
 
 
+@pytest.mark.slow
 def test_where_the_gpu_has_the_memory_of_the_host_nothing_is_copied_there() -> None:
     for moved in run(_with_one_memory, nodes=2, ranks_per_node=2):
         assert not any(moved.get(name) for name in ("load", "store", "slabs"))

@@ -83,6 +83,7 @@ def _compare_all(mesh: DeviceMesh) -> dict[str, tuple[float, float]]:
     return {case: _compare(mesh, case) for case in ("odd", "odd-lora")}
 
 
+@pytest.mark.slow
 def test_strategies_agree_to_the_bit_and_stay_close_to_exact() -> None:
     """The control: no result is exact, so something was quantised."""
     for found in run(_compare_all, nodes=2, ranks_per_node=2):

@@ -284,6 +284,7 @@ def test_on_two_nodes(verdicts: list[dict[str, str]], job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 
 
+@pytest.mark.slow
 def test_on_three_ranks() -> None:
     """No size is divisible by the number of ranks."""
     jobs = {name: JOBS[name] for name in ODD} | ANYWHERE

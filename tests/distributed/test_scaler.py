@@ -58,5 +58,6 @@ def _train(mesh: DeviceMesh) -> None:
             assert scaler.get_scale() == 2.0 ** (15 if step else 16), f"{strategy}, step {step}"
 
 
+@pytest.mark.slow
 def test_all_ranks_skip_together() -> None:
     run(_train, nodes=2, ranks_per_node=2)

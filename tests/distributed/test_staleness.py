@@ -354,6 +354,7 @@ def test_a_changed_parameter_is_gathered_again(full: list[dict[str, Seen]], chan
 _SAME_LOSS = {"merge and unmerge"}  # restores the values, except for rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", LORA)
 def test_a_changed_parameter_of_an_adapted_model_is_gathered_again(
     lora: list[dict[str, Seen]], change: str

@@ -297,6 +297,7 @@ def _rollouts(mesh: DeviceMesh, address: str, folder: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_rollout_engine_gets_the_trained_weights(tmp_path: Path) -> None:
     with engine(tmp_path) as address:
         run(_rollouts, address, tmp_path, nodes=2, ranks_per_node=2)

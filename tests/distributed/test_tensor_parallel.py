@@ -230,6 +230,7 @@ def test_bytes_are_planned() -> None:
     assert sum(sent_within) >= (1 + 2 * SIZES["num_hidden_layers"]) * activations + logits
 
 
+@pytest.mark.slow
 def test_values_outside_and_refusals() -> None:
     run(_outside, nodes=2, ranks_per_node=2)
     run(_refusals, nodes=2, ranks_per_node=2)

@@ -332,6 +332,7 @@ def test_on_ranks(verdicts: list[dict[str, str]], job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_on_three_ranks() -> None:
     jobs: dict[str, Job] = {"inside": _inside, "writeback": _writeback}

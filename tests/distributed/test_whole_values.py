@@ -26,6 +26,7 @@ from fcdp_compile.devices import current_device
 from fcdp_compile.errors import FcdpError, MixedTensorsError
 from tests.device.choice import seeded
 from tests.distributed.ranks import run
+from tests.marks import quick
 
 Act = Callable[[Any, torch.Generator], Any]
 
@@ -130,7 +131,7 @@ def _draws(mesh: DeviceMesh, options: dict[str, Any]) -> list[str]:
         ({}, 2),
         pytest.param({"strategy": "ddp"}, 2, marks=pytest.mark.slow),
         # Tensors on the host draw from the host's generator.
-        pytest.param({"offload_params": True}, 2, marks=pytest.mark.cpu),
+        pytest.param({"offload_params": True}, 2, marks=[pytest.mark.cpu, pytest.mark.slow]),
         ({"strategy": "fcdp+matrix"}, 1),
         pytest.param({"tp": 2}, 2, marks=pytest.mark.slow),
     ],
@@ -316,7 +317,7 @@ def hooks_stay(mesh: DeviceMesh | None, backend: str | None) -> None:
     assert seen[0] is sharded[4].weight
 
 
-@pytest.mark.parametrize("backend", [None, "fcdp"])
+@pytest.mark.parametrize("backend", quick([None, "fcdp"], "fcdp"))
 def test_hooks_that_were_set_before_shard(backend: str | None) -> None:
     run(hooks_stay, backend, nodes=2, ranks_per_node=2)
 

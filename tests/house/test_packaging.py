@@ -148,6 +148,7 @@ def test_wheel_imports_from_where_it_is_installed(installed: Path, tmp_path: Pat
     assert set(files) == expected
 
 
+@pytest.mark.slow
 def test_torch_finds_the_backend_of_a_wheel(installed: Path, tmp_path: Path) -> None:
     printed = run(sys.executable, "-c", FIND_BACKEND, cwd=tmp_path, path=installed)
     assert Path(printed.strip()) == installed / "fcdp_compile" / "backend" / "compilation.py"
@@ -168,6 +169,7 @@ def test_editable_install_runs_the_checkout(editable: Path, checkout: Path, tmp_
     added_later.unlink()
 
 
+@pytest.mark.slow
 def test_torch_finds_the_backend_of_an_editable_install(
     editable: Path, checkout: Path, tmp_path: Path
 ) -> None:

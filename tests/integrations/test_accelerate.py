@@ -153,6 +153,7 @@ def test_a_backward_may_synchronise_what_its_forward_would_not() -> None:
     run(_triggers, nodes=2, ranks_per_node=1)
 
 
+@pytest.mark.slow
 @distributed
 def test_a_fresh_accelerator_goes_on_from_a_saved_state(tmp_path: Path) -> None:
     run(_goes_on, tmp_path, nodes=2, ranks_per_node=1)

@@ -64,6 +64,7 @@ def test_a_reference_is_trained_later(tmp_path: Path) -> None:
     assert [n for n, p in reference.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
 
 
+@pytest.mark.slow
 def test_a_reference_that_shares_parameters(tmp_path: Path) -> None:
     policy, reference = _model(0), _model(1)
     shared = reference.lm_head.weight = policy.lm_head.weight

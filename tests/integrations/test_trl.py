@@ -252,6 +252,7 @@ def _referred(mesh: DeviceMesh, folder: Path) -> None:
     _both(_dpo, folder)
 
 
+@pytest.mark.slow
 def test_dpo_with_a_reference(tmp_path: Path) -> None:
     run(_referred, tmp_path / "dpo", nodes=2, ranks_per_node=1)
 

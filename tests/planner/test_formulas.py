@@ -18,6 +18,7 @@ from fcdp_compile.planner.traced import Inputs
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.formulas import Costs, F, N, T, a, b, costs, g, s
+from tests.marks import quick
 
 SIZES = [(2, 2), (4, 8), (3, 5)]
 EVEN = 480 * 256  # whole quantisation blocks on every rank, for all sizes
@@ -130,9 +131,9 @@ def _check(found: Estimate, of: str | None = None) -> None:
     assert shards + (waiting if job.accumulate > 1 else 0) == expected.gradients
 
 
-@pytest.mark.parametrize("name", [*PRESETS, *_MORE])
+@pytest.mark.parametrize("name", quick([*PRESETS, *_MORE], *PRESETS))
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), SIZES)
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", quick([1, 4], 4))
 def test_bytes_are_those_of_the_closed_forms(
     name: str, nodes: int, ranks_per_node: int, micro_batches: int
 ) -> None:
@@ -187,7 +188,7 @@ def packed(packing: str) -> TracedModel:
 
 
 @pytest.mark.parametrize("name", ["fcdp", "fcdp+c4", "zero3", "zero2", "mics"])
-@pytest.mark.parametrize("packing", list(PACKED_FORMATS))
+@pytest.mark.parametrize("packing", quick(PACKED_FORMATS, "nf4"))
 def test_quantised_weights(name: str, packing: str) -> None:
     """Packed bytes are sent and kept as they are, and their kernels' bytes are counted."""
     job = make_job(accumulate=2, profile=make_profile(device_memory_bytes=1))

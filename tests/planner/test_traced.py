@@ -41,6 +41,7 @@ from fcdp_compile.planner.traced import TRACED_BATCH, Inputs
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy import Strategy
 from tests.distributed.ranks import run
+from tests.marks import quick
 
 OPTIONS = ModelOptions(seq=LENGTH, dtype=torch.float32)
 SMALL = make_profile(device_memory_bytes=50_000)
@@ -80,7 +81,9 @@ def _insisting(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
     return Insists(batch), {"values": torch.zeros(batch, 8)}
 
 
-@pytest.mark.parametrize(("case", "batch"), [("odd", 1), ("odd", 64), ("broken", 5)])
+@pytest.mark.parametrize(
+    ("case", "batch"), quick([("odd", 1), ("odd", 64), ("broken", 5)], ("odd", 64))
+)
 def test_a_trace_is_of_any_batch(case: str, batch: int) -> None:
     """Peaks equal those of a trace with that batch size."""
     mine = _estimate(traced(case), "zero2", batch=batch)
@@ -100,14 +103,17 @@ def test_a_model_that_insists_on_its_batch() -> None:
 
 @pytest.mark.parametrize(
     ("case", "strategy", "accumulate"),
-    [
-        ("odd", "fcdp", 1),
+    quick(
+        [
+            ("odd", "fcdp", 1),
+            ("odd", "fcdp", 3),
+            ("odd", "zero1", 3),
+            ("odd", "ddp", 1),
+            ("odd-lora", "zero3", 1),
+            ("broken", "zero3", 1),
+        ],
         ("odd", "fcdp", 3),
-        ("odd", "zero1", 3),
-        ("odd", "ddp", 1),
-        ("odd-lora", "zero3", 1),
-        ("broken", "zero3", 1),
-    ],
+    ),
 )
 def test_the_largest_batch_fits_and_the_next_does_not(
     case: str, strategy: str, accumulate: int

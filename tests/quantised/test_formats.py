@@ -19,6 +19,7 @@ from fcdp_compile.pretrained.destination import quantised_in_pieces
 from fcdp_compile.quantised.formats import take_apart
 from fcdp_compile.quantised.weight import QuantisedWeight, unfolded
 from tests.device.choice import seeded
+from tests.marks import quick
 from tests.quantised.layers import LAYERS, WIDTH, adapted, four_bit, loss_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -49,7 +50,7 @@ def _gradients(model: nn.Module, loss: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", quick(LAYERS, "nf4-nested"))
 def test_the_backward_saves_no_dequantised_weight(kind: str, checkpointed: bool) -> None:
     model = fcdp_compile.shard(adapted(kind, checkpointed=checkpointed))
     net = torch.compile(model, backend="fcdp")

@@ -72,6 +72,7 @@ def test_blocked_tasks_give_up_and_others_never_begin() -> None:
     assert done.stderr.endswith("ValueError: the user's\n")
 
 
+@pytest.mark.slow
 def test_what_has_begun_gives_up_too() -> None:
     done = run("""
         from fcdp_compile.runtime.lanes.tasks import Begun

@@ -20,6 +20,7 @@ from fcdp_compile.backend.codec_kernels import compile_codec
 from fcdp_compile.backend.compute import Compute
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.strategy.formats import CODINGS, Format, blocks_of, row_bytes
+from tests.marks import quick
 
 CPU = torch.device("cpu")
 QUANTISED = list(CODINGS)
@@ -162,7 +163,7 @@ def test_bytes_of_a_row(wire: Format, slots: list[int], expected: int) -> None:
 
 
 @pytest.mark.parametrize("wire", QUANTISED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_compiled_kernels_give_the_same_bits(wire: Format, dtype: torch.dtype) -> None:
     """Inductor's kernels, for whole blocks and for a last block that is not whole."""
     plain, compiled = Codec(wire, [BLOCK + 44]), Codec(wire, [BLOCK + 44])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from tests.marks import quick
 from tests.streams.cached import use_on_the_way
 from tests.streams.programs import PROGRAMS, Job, four_ranks
 
@@ -17,26 +17,7 @@ def ranks() -> Iterator[None]:
         yield
 
 
-_QUICK = (
-    "full",
-    "offloaded",
-    "adapters",
-    "adapters on the GPU",
-    "memory that becomes short",
-    "accumulation",
-    "w8+g4",
-    "ho_ring",
-    "through the host",
-    "a step that fails",
-    "layers with adapters",
-)
-
-
-def _row(name: str) -> Any:
-    return name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", map(_row, PROGRAMS))
+@pytest.mark.parametrize("name", quick(PROGRAMS, "adapters", "a step that fails"))
 def test_every_access_comes_after_what_it_depends_on(name: str) -> None:
     job = Job(PROGRAMS[name])
     PROGRAMS[name].once(job)

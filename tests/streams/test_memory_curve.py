@@ -11,6 +11,7 @@ import pytest
 from fcdp_compile.plan import Direction, Kind, Plan
 from fcdp_compile.plan.recording import ScheduleKey
 from fcdp_compile.runtime.run import CompiledPlan
+from tests.marks import quick
 from tests.streams.programs import PROGRAMS, Job, four_ranks
 
 ACTIVATION_BYTES = 4 * 32 * 4
@@ -48,7 +49,9 @@ def ranks() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", ["full", "adapters on one node", "zero3", "mics"])
+@pytest.mark.parametrize(
+    "name", quick(["full", "adapters on one node", "zero3", "mics"], "adapters on one node")
+)
 def test_what_is_alive_is_what_was_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[CompiledPlan] = []
     make = CompiledPlan.__init__
