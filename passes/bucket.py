@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
-from torch.fx import GraphModule, Node
 
 from fcdp_compile.buckets import exact_bucket, fitted, wire_format
 from fcdp_compile.cluster.bucket_size import bucket_bytes
-from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.passes.graph.context import META, PassContext, Use, use_of
+from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
 from fcdp_compile.strategy import Cache, GradientOn, Strategy
@@ -41,7 +39,7 @@ _GRADIENT_TIERS = {
 }
 
 
-def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
+def bucket(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
     """Give every `unshard` its bucket.
 
         unshard(a) unshard(b) unshard(big) unshard(c)  ->  bucket 0: a b c    bucket 1: big
@@ -58,48 +56,46 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     If node shards are kept on the host, new buckets take the rest of the host budget one after the other.
     A bucket that does not fit has no tier and is gathered at every use, in this graph and in later graphs.
 
+    keys: of the parameters, in the order of the graph.
+
     Requires: nothing.
-    Leaves: a `Use` with a bucket and its placement on every `unshard`; no other change.
+    Returns the bucket of each key, with its placement; the graph does not change.
     """
-    unshards = gm.graph.find_nodes(op="call_function", target=UNSHARD)
-    keys = list(dict.fromkeys(str(n.args[1]) for n in unshards))
     found = _reusable(keys, ctx)
-    found |= _fill(keys, [k for k in keys if k not in found], ctx)
-    for node in unshards:
-        node.meta[META] = found[str(node.args[1])]
-    return gm
+    found |= _fill([k for k in keys if k not in found], ctx)
+    return {key: found[key] for key in keys}
 
 
-def _reusable(keys: list[str], ctx: PassContext) -> dict[str, Use]:
+def _reusable(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
     """The known buckets that serve these parameters.
 
     A cached bucket serves any of its parameters.  A bucket that this graph must gather serves only if the
     graph reads all of its parameters, and none of them has another bucket.
     """
     by_name = {ctx.specs[k].name: k for k in keys}
-    found: dict[str, Bucket] = {}
+    found: dict[str, Use] = {}
     for key in keys:
-        for bucket in ctx.known.get(key, ()) if key not in found else ():
+        for use in ctx.known.get(key, ()) if key not in found else ():
+            bucket = use.bucket
             members = [by_name[p.name] for p in bucket.params if p.name in by_name]
             unchanged = all(
-                bucket in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen
-                for k in members
+                use in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen for k in members
             )
             can_load = bucket.strategy.is_resident or ctx.direction is Direction.BACKWARD
-            if unchanged and can_load and ctx.placements[bucket.id].is_cached:
-                found[key] = bucket
+            if unchanged and can_load and use.placement.is_cached:
+                found[key] = use
                 break
             if (
                 unchanged
                 and len(members) == len(bucket.params)
                 and found.keys().isdisjoint(members)
             ):
-                found |= dict.fromkeys(members, bucket)
+                found |= dict.fromkeys(members, use)
                 break
-    return {k: Use(bucket=b, placement=ctx.placements[b.id]) for k, b in found.items()}
+    return found
 
 
-def _fill(keys: list[str], fresh: list[str], ctx: PassContext) -> dict[str, Use]:
+def _fill(fresh: list[str], ctx: PassContext) -> dict[str, Use]:
     """Make buckets for the parameters in `fresh`, numbered in order of first use."""
     total_bytes: dict[_Kind, int] = {}
     for key in ctx.specs:  # a step runs the model's other graphs, too
@@ -157,12 +153,12 @@ def host_bytes_taken(ctx: PassContext) -> int:
     The copy of any other bucket is released before the bucket that replaces it is stored.
     """
     keys = {spec.name: key for key, spec in ctx.specs.items()}
-    known = dict.fromkeys(b for buckets in ctx.known.values() for b in buckets)
+    known = dict.fromkeys(use for uses in ctx.known.values() for use in uses)
     return sum(
-        b.host_bytes
-        for b in known
-        if ctx.placements[b.id].tier is Tier.HOST
-        and all((keys[p.name] in ctx.frozen) == b.frozen for p in b.params)
+        u.bucket.host_bytes
+        for u in known
+        if u.placement.tier is Tier.HOST
+        and all((keys[p.name] in ctx.frozen) == u.bucket.frozen for p in u.bucket.params)
     )
 
 
@@ -238,27 +234,3 @@ def _why_kept(made: Bucket, tier: Tier, ctx: PassContext) -> str:
         f"{use}: it does not fit; {ctx.host_budget.limit.value} leaves the cache "
         f"{mib:.1f} MiB of host memory per rank"
     )
-
-
-def buckets_of(gm: GraphModule) -> list[Bucket]:
-    """The buckets of a graph in order of first use; requires `bucket`."""
-    return list(dict.fromkeys(u.bucket for u in _uses(gm)))
-
-
-def placements_of(gm: GraphModule) -> dict[int, Placement]:
-    """The placements of a graph's buckets, by bucket number; requires `bucket`."""
-    return {u.bucket.id: u.placement for u in _uses(gm)}
-
-
-def _uses(gm: GraphModule) -> list[Use]:
-    nodes: list[Node] = gm.graph.find_nodes(op="call_function", target=UNSHARD)
-    return [use_of(n) for n in nodes]
-
-
-def reduced_params(gm: GraphModule, ctx: PassContext) -> dict[Bucket, tuple[str, ...]]:
-    """The buckets whose gradients a graph reduces, each with the names of the reduced parameters."""
-    nodes = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    keys = list(dict.fromkeys(str(n.args[1]) for n in nodes))
-    names = {ctx.specs[key].name for key in keys}
-    buckets = dict.fromkeys(ctx.known[key][0] for key in keys)
-    return {b: tuple(p.name for p in b.params if p.name in names) for b in buckets}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
-from torch.fx import GraphModule, Node
-
-from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.graph.context import META, PassContext, Source, Use, use_of
+from fcdp_compile.passes.graph.context import PassContext, Source, Use
 from fcdp_compile.plan import Direction, Variant
 
 
-def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
+def choose_sources(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
     """Give every `unshard` the source of its bucket.
 
         one node, tier none               HOME
@@ -25,24 +23,19 @@ def choose_sources(gm: GraphModule, ctx: PassContext) -> GraphModule:
     A graph that reads a parameter of a bucket from another bucket, or not at all, cannot gather the bucket;
     it loads it.
 
+    keys: of the parameters, in the order of the graph.
+
     Requires: `bucket`.
-    Leaves: a source on every `unshard`; no other change.
+    Returns the bucket of each key, with its source; the graph does not change.
     """
-    for node, use in uses_with_sources(gm, ctx).items():
-        node.meta[META] = use
-    return gm
-
-
-def uses_with_sources(gm: GraphModule, ctx: PassContext) -> dict[Node, Use]:
-    """The record of each `unshard` with the source that `choose_sources` gives it; no graph is changed."""
-    nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
-    uses = {node: use_of(node) for node in nodes}
     present: dict[int, set[str]] = {}
-    for node, use in uses.items():
-        present.setdefault(use.bucket.id, set()).add(ctx.specs[str(node.args[1])].name)
-    return {
-        n: replace(use, source=_source(use, present[use.bucket.id], ctx)) for n, use in uses.items()
-    }
+    for key in keys:
+        present.setdefault(ctx.uses[key].bucket.id, set()).add(ctx.specs[key].name)
+    found: dict[str, Use] = {}
+    for key in keys:
+        use = ctx.uses[key]
+        found[key] = replace(use, source=_source(use, present[use.bucket.id], ctx))
+    return found
 
 
 def _source(use: Use, present: set[str], ctx: PassContext) -> Source:

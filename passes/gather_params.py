@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 from fcdp_compile import ops
 from fcdp_compile.params.packing import pack_home, unpack_full
-from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source, use_of
+from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.passes.graph.views import copy_returned, same_values
@@ -39,7 +39,7 @@ def gather_params(
     params = dict(zip([p.name for p in bucket.params], full, strict=True))
     used = [params[ctx.specs[str(n.args[1])].name] for n in unshards]
     for node, param in zip(unshards, used, strict=True):
-        param.meta |= {k: v for k, v in node.meta.items() if k != META}
+        param.meta |= node.meta
         node.replace_all_uses_with(param)
         erase_unused([node])
     if bucket.ranks_per_node == 1 or bucket.strategy.may_keep_full:
@@ -69,7 +69,7 @@ def _start(
 
     like: an `unshard` of the bucket.
     """
-    use = use_of(like)
+    use = ctx.uses[str(like.args[1])]
     source, tier = use.source, use.placement.tier
     assert source is not None, f"bucket {bucket.id} has no source; run `choose_sources` first"
     steps = _Steps(graph, bucket, like)

@@ -7,7 +7,7 @@ from torch.fx import Graph, GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.gather_params import erase_unused, gather_params
-from fcdp_compile.passes.graph.context import PassContext, use_of
+from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.views import is_view
 from fcdp_compile.passes.reduce_grads import reduce_grads
@@ -42,7 +42,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     is placed just in time: gathers before the first use of the bucket, reductions after its last gradient.
     The collective of a group of one rank is left out; a single rank has no explicit nodes (`lower_alone`).
 
-    Requires: every `unshard` has a `Use` with a source; equal keys read the same shard (`set_apart`).
+    Requires: `choose_sources`; equal keys read the same shard (`set_apart`).
     Leaves: no `unshard`, no `reduce_grad`; a `free` after the last use of each gathered bucket; a `StepMeta`
     on every explicit node.  A loaded bucket has no inter-node all-gather in this graph.
     """
@@ -53,7 +53,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     _sink_unshards(gm.graph)
     stores: list[Node] = []
     gathered: dict[Bucket, Node] = {}
-    for bucket, nodes in _by_bucket(gm.graph).items():
+    for bucket, nodes in _by_bucket(gm.graph, ctx).items():
         buffer = gather_params(gm.graph, bucket, nodes, stores, ctx)
         if buffer is not None:
             gathered[bucket] = buffer
@@ -86,11 +86,11 @@ def _sink_unshards(graph: Graph) -> None:
             erase_unused([node])
 
 
-def _by_bucket(graph: Graph) -> dict[Bucket, list[Node]]:
+def _by_bucket(graph: Graph, ctx: PassContext) -> dict[Bucket, list[Node]]:
     groups: dict[Bucket, list[Node]] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is UNSHARD:
-            groups.setdefault(use_of(node).bucket, []).append(node)
+            groups.setdefault(ctx.uses[str(node.args[1])].bucket, []).append(node)
     return groups
 
 

@@ -18,7 +18,7 @@ from fcdp_compile.params.packing import (
     unpack_grads,
 )
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import inline
 from fcdp_compile.plan import Bucket, Tier, Variant
@@ -31,14 +31,14 @@ def reduce_grads(graph: Graph, ctx: PassContext) -> None:
     """Replace each `reduce_grad` by the steps of its bucket's reduction; a part of `lower`."""
     nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
     _sink_results(graph, nodes)
-    groups: dict[Bucket, list[Node]] = {}
+    groups: dict[Use, list[Node]] = {}
     for node in nodes:
-        groups.setdefault(ctx.known[str(node.args[1])][0], []).append(node)
+        groups.setdefault(ctx.reduced[str(node.args[1])], []).append(node)
     order = {n: i for i, n in enumerate(graph.nodes)}
-    for bucket, members in groups.items():
-        by_position = {p.name: i for i, p in enumerate(bucket.params)}
+    for use, members in groups.items():
+        by_position = {p.name: i for i, p in enumerate(use.bucket.params)}
         members.sort(key=lambda n: by_position[ctx.specs[str(n.args[1])].name])
-        _reduce_bucket(graph, bucket, members, order, ctx)
+        _reduce_bucket(graph, use, members, order, ctx)
 
 
 def _sink_results(graph: Graph, reductions: list[Node]) -> None:
@@ -53,11 +53,11 @@ def _sink_results(graph: Graph, reductions: list[Node]) -> None:
 
 
 def _reduce_bucket(
-    graph: Graph, bucket: Bucket, members: list[Node], order: dict[Node, int], ctx: PassContext
+    graph: Graph, use: Use, members: list[Node], order: dict[Node, int], ctx: PassContext
 ) -> None:
     specs: list[ParamSpec] = [ctx.specs[str(n.args[1])] for n in members]
     layouts = [s.layout for s in specs]
-    dtype = getattr(torch, bucket.reduce_dtype)
+    bucket, dtype = use.bucket, getattr(torch, use.bucket.reduce_dtype)
     grads: list[Node] = [n.all_input_nodes[0] for n in members]
     last = max(grads, key=order.__getitem__)
     with graph.inserting_before(_after(last)):
@@ -68,10 +68,10 @@ def _reduce_bucket(
             grads,
             ctx.decompositions,
         )
-        reduced = _reduce_packed(graph, bucket, packed, specs, ctx)
+        reduced = _reduce_packed(graph, use, packed, specs, ctx)
     with graph.inserting_before(min(members, key=order.__getitem__)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
-        if _variant(bucket, ctx) is Variant.ACCUMULATE:
+        if _variant(use, ctx) is Variant.ACCUMULATE:
             shards = [_negative_zeros(graph, packed, s) for s in specs]
         else:
             shards = inline(
@@ -86,23 +86,23 @@ def _reduce_bucket(
 
 
 def _reduce_packed(
-    graph: Graph, bucket: Bucket, packed: Node, specs: Sequence[ParamSpec], ctx: PassContext
+    graph: Graph, use: Use, packed: Node, specs: Sequence[ParamSpec], ctx: PassContext
 ) -> Node:
     """Insert the steps of a reduction and a wait for the last step; return the reduced buffer."""
-    dtype = getattr(torch, bucket.reduce_dtype)
+    bucket, dtype = use.bucket, getattr(torch, use.bucket.reduce_dtype)
     wide = torch.promote_types(dtype, torch.float32)
     slots = [s.layout.slot_elements for s in specs]
     names = tuple(s.name for s in specs)
     elements = int(packed.meta["val"].numel())
     buffer, pending = packed, None  # type: Node, Node | None
     is_on_host = specs[0].computes_on is not None
-    for op, size in _reduction_steps(bucket, ctx, is_on_host=is_on_host):
+    for op, size in _reduction_steps(use, ctx, is_on_host=is_on_host):
         moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
         scratch = _scratch_bytes(op, bucket, slots, elements, size)
         if op in (ops.collect, ops.accumulate):
-            on_host = ctx.placements[bucket.id].gradient_tier is Tier.HOST
+            on_host = use.placement.gradient_tier is Tier.HOST
             moved = elements * wide.itemsize if on_host else 0
-            result = wide if _variant(bucket, ctx) is Variant.ACCUMULATE else dtype
+            result = wide if _variant(use, ctx) is Variant.ACCUMULATE else dtype
         elif op is ops.inter_reduce_scatter:
             sizes = bucket.sizes(names)
             crossing = row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
@@ -148,20 +148,20 @@ def _scratch_bytes(
     return narrow_sum_bytes(dtype, elements, size) if sums else 0
 
 
-def _variant(bucket: Bucket, ctx: PassContext) -> Variant:
+def _variant(use: Use, ctx: PassContext) -> Variant:
     """The variant for a bucket's gradients: cold, if they have no place to wait."""
-    return ctx.variant if ctx.placements[bucket.id].accumulates else Variant.COLD
+    return ctx.variant if use.placement.accumulates else Variant.COLD
 
 
 def _reduction_steps(
-    bucket: Bucket, ctx: PassContext, *, is_on_host: bool
+    use: Use, ctx: PassContext, *, is_on_host: bool
 ) -> list[tuple[Callable[..., Any], int]]:
     """The ops of a bucket's reduction in order, each with the size of its group.
 
     is_on_host: whether home shards are in host memory.
     """
     steps: list[tuple[Callable[..., Any], int]] = []
-    variant, strategy = _variant(bucket, ctx), bucket.strategy
+    variant, strategy = _variant(use, ctx), use.bucket.strategy
     for kind in REDUCTIONS[strategy.home]:
         is_here = waits_before(kind, strategy.gradient)
         if is_here and variant is Variant.ACCUMULATE:

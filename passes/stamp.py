@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,20 +11,22 @@ from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD
-from fcdp_compile.passes.bucket import buckets_of
 from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_descriptor
 
 
-def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
+def stamp(
+    fw: GraphModule, bw: GraphModule, buckets: Sequence[int], *, num_fwd_outputs: int
+) -> None:
     """Save one more tensor: which generations a backward must use, and whether it accumulates gradients.
 
         forward:  stamps = stamp(buckets), first of all, returned among the saved tensors
         backward: check(stamps, buckets), first of all
 
-    Requires: `partition`, and `bucket` on both graphs.
+    buckets: the numbers of those that the backward uses.
+
+    Requires: `partition`, and `bucket` for both graphs.
     Leaves: a `stamp` and a `check`; both graphs unchanged if the backward gathers and reduces nothing.
     """
-    buckets = tuple(b.id for b in buckets_of(bw))
     if not buckets and not bw.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         return
     output = fw.graph.output_node()
@@ -34,7 +37,7 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
     symbols = [n for n in saved if n not in tensors and not is_opaque(n)]
     inputs = fw.graph.find_nodes(op="placeholder")
     with fw.graph.inserting_after(inputs[-1]) if inputs else fw.graph.inserting_before(output):
-        node = fw.graph.call_function(ops.stamp, (buckets,))
+        node = fw.graph.call_function(ops.stamp, (tuple(buckets),))
     mode = detect_fake_mode([n.meta.get("val") for n in fw.graph.nodes])
     assert mode is not None, "graphs are traced with fake tensors"
     with mode:
@@ -49,6 +52,6 @@ def stamp(fw: GraphModule, bw: GraphModule, *, num_fwd_outputs: int) -> None:
         stamps = bw.graph.placeholder("stamps")
     stamps.meta["val"] = node.meta["val"]
     with bw.graph.inserting_before(placeholders[-1].next):
-        bw.graph.call_function(ops.check, (stamps, buckets))
+        bw.graph.call_function(ops.check, (stamps, tuple(buckets)))
     for gm in (fw, bw):
         gm.recompile()

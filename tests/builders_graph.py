@@ -24,9 +24,9 @@ from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.params.layout import ParamLayout
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.passes.bucket import bucket, buckets_of, placements_of
+from fcdp_compile.passes.bucket import bucket
 from fcdp_compile.passes.choose_sources import choose_sources
-from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.context import PassContext, Use, Uses, buckets_of, keys_of
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
@@ -37,7 +37,7 @@ from fcdp_compile.strategy import PRESETS, Strategy
 aten = torch.ops.aten
 
 Shape = tuple[int, ...]
-Known = dict[str, tuple[Bucket, ...]]
+Known = dict[str, tuple[Use, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,6 @@ def make_context(
     strategy: str | Strategy = "fcdp",
     frozen: Iterable[str] = (),
     known: Known | None = None,
-    placements: Mapping[int, Placement] | None = None,
     next_bucket: int = 0,
     bucket_bytes: int | None = 1 << 20,
     direction: Direction = Direction.FORWARD,
@@ -109,7 +108,6 @@ def make_context(
         specs={key: replace(spec, strategy=chosen) for key, spec in specs.items()},
         frozen=frozenset(key_of(n) for n in frozen),
         known=known or {},
-        placements=placements or {},
         next_bucket=next_bucket,
         bucket_bytes=bucket_bytes,
         host_budget=None
@@ -296,11 +294,13 @@ def lower_pair(
 ) -> Lowered:
     """Runs a forward and its backward through all passes after `partition`."""
     result = Lowered()
-    ctx = _adopted(result, bucket(fw, ctx), ctx)
-    ctx = _adopted(result, bucket(bw, replace(ctx, direction=Direction.BACKWARD)), ctx)
-    again = tuple(b.id for b in buckets_of(bw))
+    forward = bucketed(fw, ctx)
+    ctx = _adopted(result, forward.uses, ctx)
+    backward = bucketed(bw, replace(ctx, direction=Direction.BACKWARD))
+    ctx = _adopted(result, backward.uses, ctx)
+    again = tuple(b.id for b in buckets_of(backward.uses))
     if stamped:
-        stamp(fw, bw, num_fwd_outputs=num_fwd_outputs)
+        stamp(fw, bw, again, num_fwd_outputs=num_fwd_outputs)
     todo = [(Direction.FORWARD, Variant.COLD, fw), (Direction.BACKWARD, Variant.COLD, bw)]
     strategies = {spec.strategy for spec in ctx.specs.values()}
     if any(s.is_resident for s in strategies):
@@ -308,8 +308,11 @@ def lower_pair(
     if any(s.accumulates_on is not None for s in strategies) and ctx.ranks > 1:
         todo += [(Direction.BACKWARD, v, bw) for v in (Variant.ACCUMULATE, Variant.COLLECT)]
     for direction, variant, gm in todo:
+        uses = (backward if direction is Direction.BACKWARD else forward).uses
+        reduced = {key: ctx.known[key][0] for key in keys_of(gm, REDUCE_GRAD)}
         now = replace(ctx, direction=direction, variant=variant, backward_buckets=again)
-        lowered = lower(choose_sources(clone(gm), now), now)
+        now = sourced(replace(now, uses=uses, reduced=reduced))
+        lowered = lower(clone(gm), now)
         if scheduled:
             lowered = schedule(lowered, now)
         result.graphs[direction, variant] = segment(lowered) if segmented else lowered
@@ -317,21 +320,39 @@ def lower_pair(
     return result
 
 
-def _adopted(result: Lowered, gm: GraphModule, ctx: PassContext) -> PassContext:
+def bucketed(gm: GraphModule, ctx: PassContext) -> PassContext:
+    """The context with the buckets of a graph; gradients are reduced in them, too."""
+    uses = bucket(keys_of(gm, UNSHARD), ctx)
+    return replace(ctx, uses=uses, reduced=uses)
+
+
+def sourced(ctx: PassContext) -> PassContext:
+    """The context with the sources of its buckets."""
+    return replace(ctx, uses=choose_sources(ctx.uses, ctx))
+
+
+def known_after(uses: Uses, known: Known | None = None) -> Known:
+    """The known buckets of each key after a graph, as a book would have them."""
+    found = dict(known or {})
+    for use in dict.fromkeys(uses.values()):
+        for p in use.bucket.params:
+            mine = found.get(key_of(p.name), ())
+            found[key_of(p.name)] = mine if use in mine else (*mine, use)
+    return found
+
+
+def placements_of(uses: Uses) -> dict[int, Placement]:
+    """The placements of buckets, by number."""
+    return {use.bucket.id: use.placement for use in uses.values()}
+
+
+def _adopted(result: Lowered, uses: Uses, ctx: PassContext) -> PassContext:
     """The context for the next graph; a backward that makes gathers anew has buckets of its own."""
-    keys = {s.name: k for k, s in ctx.specs.items()}
-    result.placements |= placements_of(gm)
-    for b in buckets_of(gm):
-        result.buckets[b.id] = b
-        for p in b.params:
-            mine = result.known.get(keys[p.name], ())
-            result.known[keys[p.name]] = mine if b in mine else (*mine, b)
-    return replace(
-        ctx,
-        known=dict(result.known),
-        placements=dict(result.placements),
-        next_bucket=max(result.buckets, default=ctx.next_bucket - 1) + 1,
-    )
+    result.placements |= placements_of(uses)
+    result.buckets |= {b.id: b for b in buckets_of(uses)}
+    result.known = known_after(uses, result.known)
+    next_bucket = max(result.buckets, default=ctx.next_bucket - 1) + 1
+    return replace(ctx, known=dict(result.known), next_bucket=next_bucket)
 
 
 def clone(gm: GraphModule) -> GraphModule:

@@ -16,9 +16,9 @@ from fcdp_compile.backend.dump import Dump, trace
 from fcdp_compile.backend.options import Options
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.runner import Stages
-from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.planning.alike import plan_alike
 from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.set_apart import set_apart, shard_inputs
@@ -54,7 +54,7 @@ class BoundGraphs:
         self._compute = compute
         self._stages = stages
         self._planned: Planned
-        self._kept: Callable[[], Mapping[Direction, GraphModule]]  # with buckets and stamps
+        self._kept: Callable[[], Mapping[Direction, GraphModule]]  # with stamps
         self._places: dict[Direction, dict[str, int]]  # of home shards among their inputs
         self._lowered: dict[tuple[Direction, Variant], GraphModule] = {}
         self._dump: Dump | None = None
@@ -68,7 +68,7 @@ class BoundGraphs:
         *,
         num_fwd_outputs: int = 0,
     ) -> CompiledPlan:
-        """Plan the graphs, which get buckets and stamps, and bind the plan to the model."""
+        """Plan the graphs, which get stamps, and bind the plan to the model."""
         model.host_memory.ask(self._options.host_memory)
         for gm in graphs.values():
             model.outside.give_way(shard_places(gm))

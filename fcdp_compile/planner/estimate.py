@@ -21,9 +21,9 @@ from fcdp_compile.params.registry import STATE_BYTES
 from fcdp_compile.params.spec import fit_strategy
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.memory.curve import evaluate, storages
-from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.pipeline import Graphs
 from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
 from fcdp_compile.plan import (
     Bucket,
@@ -283,8 +283,7 @@ class _Estimation:
         if not self._traced.has_any_batch:
             return None
         # Gradients that may wait on the GPU or the host wait on the host if the GPU has no room.
-        lowered = [p.lowered for p in planned]
-        placed = {b.id: (b, x.placements[b.id]) for x in lowered for b in x.buckets}
+        placed = {u.bucket.id: (u.bucket, u.placement) for p in planned for u in p.lowered.placed}
         left = self._job.device_bytes - _waiting_bytes(plans, list(placed.values()))[Tier.GPU]
         batch, more = self._job.batch, self._job.batch * (_SECOND - 1)
         largest = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import sympy
-from torch.fx import Node
+from torch.fx import GraphModule
 
 from fcdp_compile.cluster.free_memory import HostBudget
 from fcdp_compile.params.registry import ParamSpec
@@ -30,7 +31,7 @@ class Source(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """The record on an `unshard` node: its bucket, where the bucket waits, and how the graph gets it.
+    """A bucket, where it waits, and how a graph gets it.
 
     source: None before `choose_sources`.
     """
@@ -38,6 +39,10 @@ class Use:
     bucket: Bucket
     placement: Placement
     source: Source | None = None
+
+
+Uses = Mapping[str, Use]
+"""The buckets of a graph's parameters, by key, in the order of the graph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +70,10 @@ class PassContext:
     nodes, ranks_per_node: the size of the mesh; a `Bucket` has fields with these names that count only the
     ranks that share one copy of the bucket.  node: this rank's node.
     specs: of every parameter of the model, by key.  frozen: keys of the parameters that need no gradient now.
-    known: the buckets that already hold a parameter, by key; for a backward, its forward's bucket is first,
-    and gradients are reduced in it; for other graphs, only buckets that a forward may use.
-    placements: of all known buckets, by number.  next_bucket: the first unused bucket number.
+    known: the buckets that already hold a parameter, by key; for a backward, its forward's bucket is first;
+    for other graphs, only buckets that a forward may use.  next_bucket: the first unused bucket number.
+    uses: of the parameters that the graph gathers, once `bucket` has run; `choose_sources` adds sources.
+    reduced: of the parameters whose gradients the graph reduces.
     bucket_bytes: a bucket is full when its gathered parameters take this many bytes; None: a size that suits
     the link between nodes of `machine`.
     host_budget: host memory that node shards may take; None without a limit.
@@ -84,7 +90,7 @@ class PassContext:
     node: int
     specs: Mapping[str, ParamSpec]
     frozen: frozenset[str]
-    known: Mapping[str, tuple[Bucket, ...]]
+    known: Mapping[str, tuple[Use, ...]]
     next_bucket: int
     bucket_bytes: int | None = None
     machine: Machine = MACHINES["cpu"]
@@ -95,7 +101,8 @@ class PassContext:
     backward_buckets: tuple[int, ...] = ()
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=dict)
     decompositions: Decompositions = field(default_factory=dict)
-    placements: Mapping[int, Placement] = field(default_factory=dict)
+    uses: Uses = field(default_factory=dict)
+    reduced: Uses = field(default_factory=dict)
     inner_ranks: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -104,8 +111,12 @@ class PassContext:
         return self.nodes * self.ranks_per_node
 
 
-def use_of(node: Node) -> Use:
-    """The record that `bucket` left on an `unshard` node."""
-    use = node.meta.get(META)
-    assert isinstance(use, Use), f"{node} belongs to no bucket; run `bucket` first"
-    return use
+def keys_of(gm: GraphModule, op: Callable[..., Any]) -> list[str]:
+    """The keys that a graph calls `unshard` or `reduce_grad` with, in the order of the graph."""
+    nodes = gm.graph.find_nodes(op="call_function", target=op)
+    return list(dict.fromkeys(str(n.args[1]) for n in nodes))
+
+
+def buckets_of(uses: Uses) -> list[Bucket]:
+    """The buckets in order of first use."""
+    return list(dict.fromkeys(use.bucket for use in uses.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from fcdp_compile.passes.graph.context import Use
 from fcdp_compile.plan import Bucket, Placement, Tier
 from fcdp_compile.strategy import GradientOn
 
@@ -33,9 +34,7 @@ def place_gradients(
     return placed
 
 
-def fit_gradients(
-    buckets: Sequence[Bucket], placements: Mapping[int, Placement], *, host_bytes: int
-) -> list[bool]:
+def fit_gradients(reduced: Sequence[Use], *, host_bytes: int) -> list[bool]:
     """Whether the gradients of each bucket wait; they do not if the host has no room for them.
 
     Gradients that may wait on the host count as if they did, so that all ranks decide alike, whatever each
@@ -44,10 +43,10 @@ def fit_gradients(
     host_bytes: host memory left for gradients on each rank.
     """
     waits = []
-    for bucket in buckets:
-        accumulates = placements[bucket.id].accumulates
-        if accumulates and bucket.strategy.uses_host:
-            size_bytes = bucket.waiting_gradient_bytes
+    for use in reduced:
+        accumulates = use.placement.accumulates
+        if accumulates and use.bucket.strategy.uses_host:
+            size_bytes = use.bucket.waiting_gradient_bytes
             accumulates = size_bytes <= host_bytes
             host_bytes -= size_bytes if accumulates else 0
         waits.append(accumulates)

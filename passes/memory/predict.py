@@ -19,7 +19,7 @@ from fcdp_compile.buckets import may_leave
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params.registry import STATE_BYTES, ParamSpec
 from fcdp_compile.passes.describe import is_step
-from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.memory.choose_tiers import Entry
 from fcdp_compile.passes.memory.curve import (
     Alive,
@@ -61,8 +61,8 @@ class StepMemory:
 class MemoryPrediction:
     """A step's memory, predicted from its lowered graphs, for any sizes of its batch.
 
-    graphs: the graphs before `lower`; they show which inputs are home shards.  placements: of the buckets, by
-    number.  Buckets whose tier can be chosen become entries.
+    graphs: the graphs before `lower`; they show which inputs are home shards.  placed: the buckets; those
+    whose tier can be chosen become entries.
 
     accumulates: count gradient shards of earlier micro-batches beside those that a backward returns.
     """
@@ -71,8 +71,7 @@ class MemoryPrediction:
         self,
         graphs: Mapping[Direction, GraphModule],
         lowered: Mapping[tuple[Direction, Variant], GraphModule],
-        buckets: Sequence[Bucket],
-        placements: Mapping[int, Placement],
+        placed: Sequence[Use],
         ctx: PassContext,
         *,
         device_type: str,
@@ -94,7 +93,7 @@ class MemoryPrediction:
             for key, gm in lowered.items()
         }
         self._reached = {key: _reached_steps(gm) for key, gm in lowered.items()}
-        self._placed = [(b, placements[b.id]) for b in buckets]
+        self._placed = [(use.bucket, use.placement) for use in placed]
         released = {p.name for b, at in self._placed for p in b.params if is_released(b, at, ctx)}
         self._fixed_bytes = sum(fixed_bytes(*pair) for pair in self._placed) + sum(
             _static(

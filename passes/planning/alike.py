@@ -15,14 +15,14 @@ from torch.fx import GraphModule
 
 from fcdp_compile import ops
 from fcdp_compile.ops import GIVEN, REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.graph.context import META, PassContext, Use
+from fcdp_compile.passes.graph.context import PassContext, Use, Uses
 from fcdp_compile.passes.memory.choose_tiers import Entry
-from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.pipeline import Lowered
 from fcdp_compile.passes.planning.book import BucketBook
-from fcdp_compile.passes.planning.plan_graphs import Planned, placed_plan
+from fcdp_compile.passes.planning.placement import Room, place_all
+from fcdp_compile.passes.planning.plan_graphs import Planned
 from fcdp_compile.passes.variants import clone
-from fcdp_compile.plan import Bucket, Placement, Schedule
+from fcdp_compile.plan import Bucket, Schedule
 
 
 def renamed(gm: GraphModule, keys: Mapping[str, str]) -> GraphModule:
@@ -50,9 +50,6 @@ class Counterparts:
         """A copy of a graph, lowered or not, with the new parameters and buckets."""
         new_graph = renamed(gm, self.keys)
         for node in new_graph.graph.nodes:
-            if isinstance(use := node.meta.get(META), Use):
-                new = self.buckets[use.bucket.id]
-                node.meta[META] = replace(use, bucket=new, placement=self.placement(use.placement))
             if node.target not in ops.EXPLICIT:
                 continue
             if isinstance(bucket_id := node.kwargs.get("bucket"), int):
@@ -69,9 +66,14 @@ class Counterparts:
         """The numbers of the new buckets."""
         return tuple(self.buckets[i].id for i in ids)
 
-    def placement(self, old: Placement) -> Placement:
-        """The placement of a new bucket."""
-        return replace(old, bucket=self.buckets[old.bucket].id)
+    def use(self, old: Use) -> Use:
+        """The new bucket with its placement."""
+        new = self.buckets[old.bucket.id]
+        return replace(old, bucket=new, placement=replace(old.placement, bucket=new.id))
+
+    def uses(self, old: Uses) -> Uses:
+        """The buckets of the new parameters."""
+        return {self.keys[key]: self.use(use) for key, use in old.items()}
 
     def schedule(self, old: Schedule) -> Schedule:
         """A schedule with the new buckets."""
@@ -87,28 +89,20 @@ class Counterparts:
 
     def lowered(self, old: Lowered) -> Lowered:
         """The lowered graphs of the new parameters and their schedules."""
-        placements = [self.placement(p) for p in old.placements.values()]
         return Lowered(
-            buckets=tuple(self.buckets[b.id] for b in old.buckets),
-            placements={p.bucket: p for p in placements},
+            placed=tuple(map(self.use, old.placed)),
             refresh=self.numbers(old.refresh),
             graphs={key: self.graph(gm) for key, gm in old.graphs.items()},
             schedules=tuple(map(self.schedule, old.schedules)),
         )
 
     def context(self, old: PassContext) -> PassContext:
-        """A context that knows the new buckets alone."""
-        mine = self.buckets
+        """The context of the new graph; it lowers the graph, and makes no more buckets."""
         return replace(
             old,
-            known={
-                self.keys[key]: tuple(mine[b.id] for b in buckets if b.id in mine)
-                for key, buckets in old.known.items()
-                if key in self.keys
-            },
-            placements={
-                mine[i].id: self.placement(p) for i, p in old.placements.items() if i in mine
-            },
+            known={},
+            uses=self.uses(old.uses),
+            reduced=self.uses(old.reduced),
             backward_buckets=self.numbers(old.backward_buckets),
         )
 
@@ -138,7 +132,7 @@ def plan_alike(
     others = Counterparts(keys=keys, names=names, buckets=new)
     lowered = others.lowered(like.lowered)
     memory = replace(like.step_memory, entries=tuple(map(others.entry, like.step_memory.entries)))
-    plan = placed_plan(
+    plan = place_all(
         memory,
         lowered,
         book,

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from torch.fx import GraphModule
-
 from fcdp_compile.cluster.free_memory import UNLIMITED
-from fcdp_compile.ops import UNSHARD
 from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.passes.bucket import buckets_of, host_bytes_taken, placements_of, reduced_params
-from fcdp_compile.passes.graph.context import PassContext, use_of
+from fcdp_compile.passes.bucket import host_bytes_taken
+from fcdp_compile.passes.graph.context import PassContext, Use, Uses
 from fcdp_compile.passes.memory.place_gradients import fit_gradients
-from fcdp_compile.plan import Bucket, Direction, Placement, Tier
+from fcdp_compile.plan import Bucket, Direction, Tier
 from fcdp_compile.strategy import Cache
-
-ByKey = Mapping[str, Bucket]
-"""The bucket of each parameter that a graph reads, by key."""
 
 
 class BucketBook:
@@ -30,10 +24,9 @@ class BucketBook:
         self.specs = specs
         self.living: Collection[str] = specs.keys()
         self._keys = {spec.name: key for key, spec in specs.items()}
-        self._buckets: dict[int, Bucket] = {}
-        self._by_key: dict[str, list[Bucket]] = {}
         # As `bucket` made them; `choose_tiers` later decides for each graph and rank alone.
-        self._placements: dict[int, Placement] = {}
+        self._placed: dict[int, Use] = {}
+        self._by_key: dict[str, list[Use]] = {}
         self._without_room: dict[int, None] = {}  # forwards' buckets that the host has no room for
         self._cached_bytes = 0
         # By the parameters that one graph reduces together; None if the host has no room.
@@ -42,7 +35,7 @@ class BucketBook:
 
     # --- what passes read ---------------------------------------------------------------------------------
 
-    def context(self, base: PassContext, direction: Direction, forward: ByKey) -> PassContext:
+    def context(self, base: PassContext, direction: Direction, forward: Uses) -> PassContext:
         """A context that knows the buckets.
 
         forward: the buckets of the forward, for its backward.
@@ -51,55 +44,54 @@ class BucketBook:
             base,
             direction=direction,
             known={key: tuple(found) for key, found in self._known(direction, forward)},
-            placements=dict(self._placements),
-            next_bucket=max(self._buckets, default=-1) + 1,
+            next_bucket=max(self._placed, default=-1) + 1,
         )
 
-    def _known(
-        self, direction: Direction, forward: ByKey
-    ) -> Iterable[tuple[str, Iterable[Bucket]]]:
+    def _known(self, direction: Direction, forward: Uses) -> Iterable[tuple[str, Iterable[Use]]]:
         """All buckets of each parameter, oldest first; none with a parameter that the model no longer has.
 
         All, so that a graph reuses the same buckets whichever graph was compiled before it.
         """
-        for key, buckets in self._by_key.items():
-            whole = [b for b in buckets if all(self._keys[p.name] in self.living for p in b.params)]
+        for key, uses in self._by_key.items():
+            whole = [u for u in uses if all(k in self.living for k in self._keys_of(u.bucket))]
             if direction is Direction.BACKWARD:
                 yield key, self._known_to_backward(forward.get(key), whole)
             else:
-                yield key, [b for b in whole if self._may_be_cached(b)]
+                yield key, [use for use in whole if self._may_be_cached(use)]
 
-    def _known_to_backward(self, mine: Bucket | None, found: list[Bucket]) -> list[Bucket]:
+    def _keys_of(self, bucket: Bucket) -> list[str]:
+        return [self._keys[p.name] for p in bucket.params]
+
+    def _known_to_backward(self, mine: Use | None, found: list[Use]) -> list[Use]:
         """The forward's bucket first: a backward loads it if the forward stored it, or else gathers."""
         if mine is None:
             return found
-        if self._placements[mine.id].is_cached:
+        if mine.placement.is_cached:
             return [mine]
-        return [mine, *(b for b in found if not self._placements[b.id].is_cached)]
+        return [mine, *(use for use in found if not use.placement.is_cached)]
 
-    def _may_be_cached(self, bucket: Bucket) -> bool:
+    def _may_be_cached(self, use: Use) -> bool:
         """Whether a forward may use the bucket: no graph caches a bucket that a backward made for itself."""
-        is_cached = self._placements[bucket.id].is_cached
-        return bucket.strategy.cache is Cache.NONE or is_cached or self.is_without_room(bucket)
+        is_uncached = use.bucket.strategy.cache is Cache.NONE
+        return is_uncached or use.placement.is_cached or self.is_without_room(use.bucket)
 
     # --- what graphs add ----------------------------------------------------------------------------------
 
-    def adopt(
-        self, gm: GraphModule, base: PassContext, direction: Direction, forward: ByKey
-    ) -> None:
-        """Note the buckets of a graph; requires `bucket`."""
-        made = buckets_of(gm)
-        self._placements |= placements_of(gm)
-        for bucket in made:
-            self._buckets[bucket.id] = bucket
-            for param in bucket.params:
-                known = self._by_key.setdefault(self._keys[param.name], [])
-                if bucket not in known:
-                    known.append(bucket)
+    def adopt(self, uses: Uses, base: PassContext, direction: Direction, forward: Uses) -> None:
+        """Note the buckets of a graph."""
+        for use in uses.values():
+            self._add(use)
         self._cached_bytes = host_bytes_taken(self.context(base, direction, forward))
         if direction is not Direction.BACKWARD:
-            kept = [b.id for b in made if b.strategy.keeps_on_host]
-            self._without_room |= {i: None for i in kept if not self._placements[i].is_cached}
+            kept = [use for use in uses.values() if use.bucket.strategy.keeps_on_host]
+            without = [use.bucket.id for use in kept if not use.placement.is_cached]
+            self._without_room |= dict.fromkeys(without)
+
+    def _add(self, use: Use) -> None:
+        if use.bucket.id not in self._placed:
+            self._placed[use.bucket.id] = use
+            for key in self._keys_of(use.bucket):
+                self._by_key.setdefault(key, []).append(use)
 
     def repeat(
         self,
@@ -117,27 +109,25 @@ class BucketBook:
         if any(key in self._by_key for key in keys.values()):
             return None
         params = {self.specs[old].name: self.specs[new].name for old, new in keys.items()}
-        made: dict[int, Bucket] = {}
+        made: dict[int, Use] = {}
         taken_bytes = self._cached_bytes
-        for number, bucket in enumerate(buckets, max(self._buckets, default=-1) + 1):
+        for number, bucket in enumerate(buckets, max(self._placed, default=-1) + 1):
             if not all(p.name in params for p in bucket.params) or self.is_without_room(bucket):
                 return None
-            of = [self._keys[params[p.name]] for p in bucket.params]
-            if any((key in frozen) != bucket.frozen for key in of):
-                return None
-            if self._placements[bucket.id].tier is Tier.HOST:
-                taken_bytes += bucket.host_bytes
             renamed = tuple(replace(p, name=params[p.name]) for p in bucket.params)
-            made[bucket.id] = replace(bucket, id=number, params=renamed)
+            new = replace(bucket, id=number, params=renamed)
+            if any((key in frozen) != bucket.frozen for key in self._keys_of(new)):
+                return None
+            placement = self._placed[bucket.id].placement
+            if placement.tier is Tier.HOST:
+                taken_bytes += bucket.host_bytes
+            made[bucket.id] = Use(bucket=new, placement=replace(placement, bucket=number))
         if host_bytes is not None and taken_bytes > host_bytes:
             return None
-        for old, bucket in made.items():
-            self._buckets[bucket.id] = bucket
-            self._placements[bucket.id] = replace(self._placements[old], bucket=bucket.id)
-            for p in bucket.params:
-                self._by_key.setdefault(self._keys[p.name], []).append(bucket)
+        for use in made.values():
+            self._add(use)
         self._cached_bytes = taken_bytes
-        return made
+        return {old: use.bucket for old, use in made.items()}
 
     def is_without_room(self, bucket: Bucket) -> bool:
         """Whether a forward found no room on the host for the bucket."""
@@ -150,23 +140,32 @@ class BucketBook:
         """Bytes of host memory that each rank's node shards and waiting gradients are planned to take."""
         return self._cached_bytes + sum(size or 0 for size in self._gradient_bytes.values())
 
-    def fit_gradients(self, backward: GraphModule, ctx: PassContext) -> PassContext:
+    def fit_gradients(self, ctx: PassContext) -> PassContext:
         """A context whose gradients wait only if the host has room for them; takes that room.
 
         Earlier decisions on gradients stay: a rank that recompiles a graph must do the same as the others.
         """
-        reduced = reduced_params(backward, ctx)
-        new = [b for b, params in reduced.items() if params not in self._gradient_bytes]
+        names = {ctx.specs[key].name for key in ctx.reduced}
+        params = {
+            use: tuple(p.name for p in use.bucket.params if p.name in names)
+            for use in ctx.reduced.values()
+        }
+        new = [use for use, reduced in params.items() if reduced not in self._gradient_bytes]
         left_bytes = UNLIMITED
         if ctx.host_budget is not None:
             left_bytes = max(0, ctx.host_budget.bytes - self.host_bytes)
-        waits = fit_gradients(new, ctx.placements, host_bytes=left_bytes)
-        for bucket, waiting in zip(new, waits, strict=True):
+        waits = fit_gradients(new, host_bytes=left_bytes)
+        for use, waiting in zip(new, waits, strict=True):
+            bucket = use.bucket
             on_host = bucket.waiting_gradient_bytes if bucket.strategy.uses_host else 0
-            self._gradient_bytes[reduced[bucket]] = on_host if waiting else None
-        without = [b.id for b, params in reduced.items() if self._gradient_bytes[params] is None]
-        reducing = {i: replace(ctx.placements[i], gradient_tier=Tier.NONE) for i in without}
-        return replace(ctx, placements={**ctx.placements, **reducing})
+            self._gradient_bytes[params[use]] = on_host if waiting else None
+        fitting = {
+            use: use
+            if self._gradient_bytes[reduced] is not None
+            else replace(use, placement=replace(use.placement, gradient_tier=Tier.NONE))
+            for use, reduced in params.items()
+        }
+        return replace(ctx, reduced={key: fitting[use] for key, use in ctx.reduced.items()})
 
     def device_bytes_of_others(self, buckets: Iterable[Bucket]) -> int:
         """Device bytes that graphs planned earlier keep for buckets other than `buckets`."""
@@ -176,9 +175,3 @@ class BucketBook:
     def keep_on_device(self, kept_bytes: Mapping[int, int]) -> None:
         """Note the device bytes that a graph's plan keeps for each of its buckets."""
         self._device_bytes |= kept_bytes
-
-
-def buckets_by_key(gm: GraphModule) -> dict[str, Bucket]:
-    """The bucket of each parameter that a graph reads; requires `bucket`."""
-    nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
-    return {str(n.args[1]): use_of(n).bucket for n in nodes}

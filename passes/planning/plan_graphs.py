@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
-from fcdp_compile.passes.bucket import bucket, buckets_of
-from fcdp_compile.passes.graph.context import PassContext
-from fcdp_compile.passes.graph.runner import Stages, run, watched
+from fcdp_compile.ops import REDUCE_GRAD
+from fcdp_compile.passes.bucket import bucket
+from fcdp_compile.passes.graph.context import PassContext, Uses, buckets_of, keys_of
+from fcdp_compile.passes.graph.runner import Stages, decide, watched
 from fcdp_compile.passes.memory.choose_tiers import place_steps
-from fcdp_compile.passes.memory.placement import Room, place_all
 from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory
 from fcdp_compile.passes.pipeline import (
     Graphs,
@@ -24,9 +24,9 @@ from fcdp_compile.passes.pipeline import (
     Lowered,
     lower_all,
     lower_variant,
-    used_again,
 )
-from fcdp_compile.passes.planning.book import BucketBook, ByKey, buckets_by_key
+from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.placement import Room, place_all
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
 
@@ -61,30 +61,28 @@ def plan_graphs(
     num_fwd_outputs: int = 0,
     stages: Stages | None = None,
 ) -> Planned:
-    """Plan a forward and its backward, or an inference graph; add buckets and stamps to the graphs.
+    """Plan a forward and its backward, or an inference graph; add stamps to the graphs.
 
     book: gets the new buckets.  base: a context without buckets.  number: the plan's.
     num_fwd_outputs: how many results of the forward are the caller's.  stages: gets the result of each pass.
 
     Requires: `set_apart`, and `partition` of a forward and its backward.
     """
-    forward, without_room, wanting = _give_buckets(graphs, book, base, stages)
+    contexts, without_room, wanting = _give_buckets(graphs, book, base, stages)
     # A single rank's backward is given the parameters themselves, and autograd notices if they change.
     if Direction.BACKWARD in graphs and base.ranks > 1:
-        _stamp(graphs, num_fwd_outputs, stages)
-    contexts = {d: book.context(base, d, forward) for d in graphs}
+        _stamp(graphs, contexts, num_fwd_outputs, stages)
     lowered = lower_all(graphs, contexts, stages)
     memory = MemoryPrediction(
         graphs,
         lowered.graphs,
-        lowered.buckets,
-        lowered.placements,
+        lowered.placed,
         base,
         device_type=room.device_type,
         accumulates=room.accumulates,
     )
     step_memory = memory.at(base.sizes)
-    plan = placed_plan(
+    plan = place_all(
         step_memory,
         lowered,
         book,
@@ -93,66 +91,47 @@ def plan_graphs(
         ranks_per_node=base.ranks_per_node,
         number=number,
     )
-    backward = contexts.get(Direction.BACKWARD)
     return Planned(
         plan=plan,
         lowered=lowered,
         memory=memory,
         step_memory=step_memory,
-        backward=backward and replace(backward, backward_buckets=used_again(graphs)),
+        backward=contexts.get(Direction.BACKWARD),
         without_room=without_room,
         wanting=wanting,
     )
 
 
-def placed_plan(
-    memory: StepMemory,
-    lowered: Lowered,
-    book: BucketBook,
-    room: Room,
-    *,
-    nodes: int,
-    ranks_per_node: int,
-    number: int,
-) -> Plan:
-    """The plan of lowered graphs, with the placements for the predicted memory of a step.
-
-    book: gets the bytes that the plan keeps on the device.
-    """
-    taken_bytes = room.taken_bytes + book.device_bytes_of_others(lowered.buckets)
-    placed, kept_bytes = place_all(memory, lowered, replace(room, taken_bytes=taken_bytes))
-    book.keep_on_device(kept_bytes)
-    return Plan(
-        strategy=", ".join(dict.fromkeys(b.strategy.name for b in placed.buckets)),
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        graph=number,
-        buckets=placed.buckets,
-        placements=tuple(placed.placements.values()),
-        refresh=lowered.refresh,
-        schedules=placed.schedules,
-        peak_bytes=placed.peak_bytes,
-        memory_limit_bytes=placed.limit_bytes,
-    )
-
-
 def _give_buckets(
     graphs: Graphs, book: BucketBook, base: PassContext, stages: Stages | None
-) -> tuple[ByKey, tuple[Bucket, ...], tuple[Bucket, ...]]:
-    """Run `bucket` on the graphs; return the forward's buckets, and `Planned`'s `without_room`, `wanting`."""
-    forward: ByKey = {}
+) -> tuple[dict[Direction, PassContext], tuple[Bucket, ...], tuple[Bucket, ...]]:
+    """Run `bucket` for the graphs; return a context with the buckets of each, and `Planned`'s `without_room`,
+    `wanting`.
+    """
+    uses: dict[Direction, Uses] = {}
+    forward: Uses = {}
     without_room: list[Bucket] = []
     wanting: list[Bucket] = []
     for direction, gm in graphs.items():
         ctx = book.context(base, direction, forward)
-        run([bucket], gm, ctx, graph=direction.value, stages=stages)
-        book.adopt(gm, base, direction, forward)
+        uses[direction] = decide(bucket, gm, ctx, graph=direction.value, stages=stages)
+        book.adopt(uses[direction], base, direction, forward)
         if direction is not Direction.BACKWARD:
-            forward = buckets_by_key(gm)
-            wanting = [b for b in buckets_of(gm) if b.strategy.keeps_on_host]
+            forward = uses[direction]
+            wanting = [b for b in buckets_of(forward) if b.strategy.keeps_on_host]
             new = [b for b in wanting if b.id >= ctx.next_bucket]
             without_room = [b for b in new if book.is_without_room(b)]
-    return forward, tuple(without_room), tuple(wanting)
+    again = tuple(b.id for b in buckets_of(uses.get(Direction.BACKWARD, {})))
+    contexts: dict[Direction, PassContext] = {}
+    for direction, gm in graphs.items():
+        ctx = book.context(base, direction, forward)
+        contexts[direction] = replace(
+            ctx,
+            uses=uses[direction],
+            reduced={key: ctx.known[key][0] for key in keys_of(gm, REDUCE_GRAD)},
+            backward_buckets=again,
+        )
+    return contexts, tuple(without_room), tuple(wanting)
 
 
 def plan_accumulation(
@@ -166,9 +145,10 @@ def plan_accumulation(
 
     ctx: `Planned.backward`.
     """
-    ctx = book.fit_gradients(backward, ctx)
+    ctx = book.fit_gradients(ctx)
+    without = {u.bucket.id for u in ctx.reduced.values() if not u.placement.accumulates}
     placements = {
-        p.bucket: p if ctx.placements[p.bucket].accumulates else replace(p, gradient_tier=Tier.NONE)
+        p.bucket: replace(p, gradient_tier=Tier.NONE) if p.bucket in without else p
         for p in plan.placements
     }
     graphs: dict[Key, GraphModule] = {}
@@ -181,11 +161,17 @@ def plan_accumulation(
     return replace(plan, placements=tuple(placements.values()), schedules=tuple(schedules)), graphs
 
 
-def _stamp(graphs: Graphs, num_fwd_outputs: int, stages: Stages | None) -> None:
+def _stamp(
+    graphs: Graphs,
+    contexts: Mapping[Direction, PassContext],
+    num_fwd_outputs: int,
+    stages: Stages | None,
+) -> None:
     both = {d.value: gm for d, gm in graphs.items()}
+    buckets = contexts[Direction.BACKWARD].backward_buckets
 
     def save_stamps() -> Mapping[str, GraphModule]:
-        stamp(*both.values(), num_fwd_outputs=num_fwd_outputs)
+        stamp(*both.values(), buckets, num_fwd_outputs=num_fwd_outputs)
         return both
 
-    watched("stamp", both, save_stamps, stages)
+    watched("stamp", both, save_stamps, stages, {d.value: contexts[d].uses for d in graphs})

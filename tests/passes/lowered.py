@@ -7,11 +7,19 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from builders_graph import GraphBuilder, Shape, Where, calls, clone, make_context, make_specs
+from builders_graph import (
+    GraphBuilder,
+    Shape,
+    Where,
+    bucketed,
+    calls,
+    clone,
+    make_context,
+    make_specs,
+    sourced,
+)
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.bucket import bucket, placements_of
-from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META, StepMeta
 from fcdp_compile.passes.lower import lower
 from tests.passes.storages import storages
@@ -36,20 +44,8 @@ def lowered(build: Callable[[GraphBuilder], GraphModule], params: dict[str, Shap
     """Lower a hand-made graph as a forward of zero3; returns it before and after."""
     specs = make_specs(params, WHERE)
     ctx = make_context(specs, WHERE, strategy="zero3", **more)
-    before = choose_sources(bucket(build(GraphBuilder(specs)), ctx), ctx)
-    ctx = make_context(
-        specs,
-        WHERE,
-        strategy="zero3",
-        known=known(before),
-        placements=placements_of(before),
-        **more,
-    )
-    return before, lower(clone(before), ctx)
-
-
-def known(gm: GraphModule):
-    return {str(n.args[1]): (n.meta[META].bucket,) for n in calls(gm, UNSHARD)}
+    before = build(GraphBuilder(specs))
+    return before, lower(clone(before), sourced(bucketed(before, ctx)))
 
 
 CONTINUES: dict[Callable[..., Any], set[Callable[..., Any]]] = {

@@ -8,46 +8,51 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from torch.fx import GraphModule
 
 from builders_graph import (
     GraphBuilder,
     Where,
-    calls,
+    bucketed,
     key_of,
+    known_after,
     make_context,
     make_spec,
     make_specs,
+    placements_of,
+    sourced,
     toy_forward,
 )
 from builders_plan import ranks, shapes
-from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.bucket import bucket, buckets_of, placements_of
-from fcdp_compile.passes.choose_sources import choose_sources
-from fcdp_compile.passes.graph.context import META, Source, use_of
-from fcdp_compile.plan import Direction, Tier
+from fcdp_compile.passes.graph.context import PassContext, Source, Use, Uses, buckets_of
+from fcdp_compile.plan import BucketParam, Direction, Tier
 from fcdp_compile.plan.cost import MACHINES, Link, Machine
 
 WHERE = Where()
 SHAPES = {"a": (4, 4), "big": (64, 16), "b": (8,), "c": (4, 8)}
 
 
-def names(gm):
-    return [[p.name for p in b.params] for b in buckets_of(gm)]
+def bucket(gm: GraphModule, ctx: PassContext) -> Uses:
+    return bucketed(gm, ctx).uses
+
+
+def names(uses: Uses) -> list[list[str]]:
+    return [[p.name for p in b.params] for b in buckets_of(uses)]
 
 
 def test_small_parameters_share_and_big_ones_travel_alone() -> None:
     specs = make_specs(SHAPES, WHERE)
-    gm = bucket(toy_forward(specs), make_context(specs, WHERE, bucket_bytes=1024))
-    assert names(gm) == [["a", "b", "c"], ["big"]]
-    assert [b.id for b in buckets_of(gm)] == [0, 1]
-    assert "fills a bucket alone" in buckets_of(gm)[1].why
+    uses = bucket(toy_forward(specs), make_context(specs, WHERE, bucket_bytes=1024))
+    assert names(uses) == [["a", "b", "c"], ["big"]]
+    assert [b.id for b in buckets_of(uses)] == [0, 1]
+    assert "fills a bucket alone" in buckets_of(uses)[1].why
 
 
 @pytest.mark.parametrize(("bucket_bytes", "groups"), [(96, [["a", "b"]]), (97, [["a", "b", "c"]])])
 def test_a_bucket_is_full_at_exactly_its_size(bucket_bytes: int, groups: list[list[str]]) -> None:
     specs = make_specs({"a": (4, 4), "b": (8,), "c": (4,)}, WHERE)  # 64, 32 and 16 bytes
-    gm = bucket(toy_forward(specs), make_context(specs, WHERE, bucket_bytes=bucket_bytes))
-    assert names(gm)[:1] == groups
+    uses = bucket(toy_forward(specs), make_context(specs, WHERE, bucket_bytes=bucket_bytes))
+    assert names(uses)[:1] == groups
 
 
 def test_numbers_follow_first_use_and_not_the_order_of_inputs() -> None:
@@ -64,9 +69,9 @@ def test_frozen_and_trainable_and_dtypes_travel_apart() -> None:
     half = make_spec("half", (4,), WHERE, gathers=torch.bfloat16)
     wide = make_spec("wide", (4,), WHERE, reduces=torch.float64)
     specs |= {half.key: half, wide.key: wide}
-    gm = bucket(toy_forward(specs), make_context(specs, WHERE, frozen=["frozen"]))
-    assert names(gm) == [["a", "b"], ["frozen"], ["half"], ["wide"]]
-    made = buckets_of(gm)
+    uses = bucket(toy_forward(specs), make_context(specs, WHERE, frozen=["frozen"]))
+    assert names(uses) == [["a", "b"], ["frozen"], ["half"], ["wide"]]
+    made = buckets_of(uses)
     assert [b.frozen for b in made] == [False, True, False, False]
     assert [(b.dtype, b.itemsize) for b in made[2:]] == [("bfloat16", 2), ("float32", 4)]
     assert [(b.reduce_dtype, b.reduce_itemsize) for b in made[2:]] == [
@@ -77,10 +82,9 @@ def test_frozen_and_trainable_and_dtypes_travel_apart() -> None:
 
 def test_every_use_of_a_key_has_the_same_bucket() -> None:
     specs = make_specs({"a": (4,), "b": (4,)}, WHERE)
-    gm = bucket(toy_forward(specs, uses=["a", "b", "a"]), make_context(specs, WHERE))
-    nodes = calls(gm, UNSHARD)
-    assert len(nodes) == 3
-    assert len({use_of(n).bucket for n in nodes}) == 1
+    uses = bucket(toy_forward(specs, uses=["a", "b", "a"]), make_context(specs, WHERE))
+    assert list(uses) == [key_of("a"), key_of("b")]
+    assert len(buckets_of(uses)) == 1
 
 
 @pytest.mark.parametrize(
@@ -88,11 +92,11 @@ def test_every_use_of_a_key_has_the_same_bucket() -> None:
 )
 def test_the_strategy_names_the_tier_and_the_reason(strategy: str, tier: Tier) -> None:
     specs = make_specs({"a": (4,)}, WHERE)
-    gm = bucket(toy_forward(specs), make_context(specs, WHERE, strategy=strategy))
-    (placement,) = placements_of(gm).values()
+    uses = bucket(toy_forward(specs), make_context(specs, WHERE, strategy=strategy))
+    (placement,) = placements_of(uses).values()
     assert placement.tier is tier
     assert placement.why
-    assert buckets_of(gm)[0].why
+    assert buckets_of(uses)[0].why
 
 
 def test_one_node_caches_nothing_and_says_so() -> None:
@@ -103,24 +107,10 @@ def test_one_node_caches_nothing_and_says_so() -> None:
     assert "home shards are node shards" in made.why
 
 
-def test_only_records_are_left_behind() -> None:
-    specs = make_specs(SHAPES, WHERE)
-    gm = toy_forward(specs)
-    before = str(gm.graph)
-    bucket(gm, make_context(specs, WHERE))
-    assert str(gm.graph) == before
-    marked = [n for n in gm.graph.nodes if META in n.meta]
-    assert marked == calls(gm, UNSHARD)
-    assert len(marked) == 4
-
-
-def test_a_graph_without_parameters_stays_as_it_is() -> None:
+def test_a_graph_without_parameters_has_no_buckets() -> None:
     b = GraphBuilder({})
     gm = b.finish(b.call(torch.ops.aten.relu.default, b.input("x", (2,))))
-    before = str(gm.graph)
-    assert bucket(gm, make_context({}, WHERE)) is gm
-    assert str(gm.graph) == before
-    assert not any(META in n.meta for n in gm.graph.nodes)
+    assert bucket(gm, make_context({}, WHERE)) == {}
 
 
 def test_two_runs_give_equal_buckets() -> None:
@@ -137,23 +127,20 @@ class TestKnown:
     specs = make_specs({"a": (4,), "b": (4,), "c": (4,)}, WHERE)
 
     def first(self, strategy: str):
-        gm = bucket(
-            toy_forward(self.specs, uses=["a", "b"]),
-            make_context(self.specs, WHERE, strategy=strategy),
-        )
-        (made,) = buckets_of(gm)
-        return made, {key_of("a"): (made,), key_of("b"): (made,)}, placements_of(gm)
+        ctx = make_context(self.specs, WHERE, strategy=strategy)
+        uses = bucket(toy_forward(self.specs, uses=["a", "b"]), ctx)
+        (made,) = dict.fromkeys(uses.values())
+        return made, known_after(uses)
 
     def again(self, strategy: str, uses: list[str], **more):
-        _, known, placements = self.first(strategy)
+        _, known = self.first(strategy)
         ctx = make_context(self.specs, WHERE, strategy=strategy, known=known, next_bucket=1, **more)
-        ctx = replace(ctx, placements=placements)
         return bucket(toy_forward(self.specs, uses=uses), ctx)
 
     @pytest.mark.parametrize("strategy", ["zero3", "zero++", "fcdp"])
     def test_whole_buckets_are_kept_and_new_ones_numbered_behind(self, strategy: str) -> None:
-        gm = self.again(strategy, ["b", "c", "a"])
-        assert [(b.id, [p.name for p in b.params]) for b in buckets_of(gm)] == [
+        uses = self.again(strategy, ["b", "c", "a"])
+        assert [(b.id, [p.name for p in b.params]) for b in buckets_of(uses)] == [
             (0, ["a", "b"]),
             (1, ["c"]),
         ]
@@ -175,37 +162,42 @@ class TestKnown:
         self, strategy: str
     ) -> None:
         """Graphs with values that are not the model's own leave such buckets."""
-        made, known, placements = self.first(strategy)
+        use, known = self.first(strategy)
         c, (old,) = key_of("c"), make_specs({"c": (4,)}, WHERE).values()
+        made = use.bucket
         of_c = replace(made.params[0], name="c", layout=old.layout)
-        other = replace(made, id=1, params=(made.params[0], of_c))
-        known |= {key_of("a"): (made, other), c: (other,)}
-        placements |= {1: replace(placements[made.id], bucket=1)}
+        other = renumbered(use, 1, (made.params[0], of_c))
+        known |= {key_of("a"): (use, other), c: (other,)}
         ctx = make_context(self.specs, WHERE, strategy=strategy, known=known, next_bucket=2)
-        ctx = replace(ctx, placements=placements)
-        gm = choose_sources(bucket(toy_forward(self.specs), ctx), ctx)
-        uses = {str(n.args[1]): use_of(n) for n in calls(gm, UNSHARD)}
+        uses = sourced(bucketed(toy_forward(self.specs), ctx)).uses
         assert uses[key_of("a")].bucket == uses[key_of("b")].bucket == made
         if strategy == "fcdp":  # it is refreshed before the graph starts
-            assert (uses[c].bucket, uses[c].source) == (other, Source.LOAD)
+            assert (uses[c].bucket, uses[c].source) == (other.bucket, Source.LOAD)
             assert uses[key_of("a")].source is Source.GATHER_AND_STORE
         else:
             assert [p.name for p in uses[c].bucket.params] == ["c"]
 
     @pytest.mark.parametrize("frozen", [["a"], ["a", "b"]])
     def test_freezing_makes_new_ones(self, frozen: list[str]) -> None:
-        gm = self.again("fcdp", ["a", "b"], frozen=frozen)
-        assert 0 not in [b.id for b in buckets_of(gm)]
-        assert all(b.frozen == all(p.name in frozen for p in b.params) for b in buckets_of(gm))
+        uses = self.again("fcdp", ["a", "b"], frozen=frozen)
+        assert 0 not in [b.id for b in buckets_of(uses)]
+        assert all(b.frozen == all(p.name in frozen for p in b.params) for b in buckets_of(uses))
 
     def test_a_backward_finds_the_bucket_it_made_before(self) -> None:
-        made, known, placements = self.first("zero3")
-        own = replace(made, id=5, params=made.params[1:])
+        made, known = self.first("zero3")
+        own = renumbered(made, 5, made.bucket.params[1:])
         known[key_of("b")] = (made, own)
         ctx = make_context(self.specs, WHERE, strategy="zero3", known=known, next_bucket=6)
-        placements |= {5: replace(placements[made.id], bucket=5)}
-        ctx = replace(ctx, direction=Direction.BACKWARD, placements=placements)
-        assert buckets_of(bucket(toy_forward(self.specs, uses=["b"]), ctx)) == [own]
+        ctx = replace(ctx, direction=Direction.BACKWARD)
+        assert bucket(toy_forward(self.specs, uses=["b"]), ctx) == {key_of("b"): own}
+
+
+def renumbered(use: Use, number: int, params: tuple[BucketParam, ...]) -> Use:
+    return replace(
+        use,
+        bucket=replace(use.bucket, id=number, params=params),
+        placement=replace(use.placement, bucket=number),
+    )
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.too_slow])
@@ -252,21 +244,21 @@ def layered(layers: int, bucket_bytes: int | None, frozen: str = "", **more: flo
 
 
 def test_boundaries_lie_between_layers() -> None:
-    gm = layered(5, bucket_bytes=1280)  # a layer takes 1056 bytes, the embedding 1280
+    uses = layered(5, bucket_bytes=1280)  # a layer takes 1056 bytes, the embedding 1280
     layers = [[f"{i}.{name}" for name in LAYER] for i in range(5)]
-    assert names(gm) == [["embedding"], *layers[:4], [*layers[4], "head"]]
-    assert "1 x 3 parameters that repeat" in buckets_of(gm)[1].why
+    assert names(uses) == [["embedding"], *layers[:4], [*layers[4], "head"]]
+    assert "1 x 3 parameters that repeat" in buckets_of(uses)[1].why
 
 
 def test_boundaries_lie_at_the_same_places_in_each_layer() -> None:
-    gm = layered(3, bucket_bytes=600)
+    uses = layered(3, bucket_bytes=600)
     parts = [p for i in range(3) for p in ([f"{i}.norm", f"{i}.attention"], [f"{i}.mlp"])]
-    assert names(gm) == [["embedding"], *parts[:-1], [*parts[-1], "head"]]
+    assert names(uses) == [["embedding"], *parts[:-1], [*parts[-1], "head"]]
 
 
 def test_frozen_layers_are_cut_apart_from_what_is_trained() -> None:
-    gm = layered(4, bucket_bytes=1024, frozen="n")  # embedding and attention
-    made = {tuple(p.name for p in b.params): b.frozen for b in buckets_of(gm)}
+    uses = layered(4, bucket_bytes=1024, frozen="n")  # embedding and attention
+    made = {tuple(p.name for p in b.params): b.frozen for b in buckets_of(uses)}
     assert ("embedding",) in made
     assert made["0.attention", "1.attention"]
     assert not made["0.norm", "0.mlp"]

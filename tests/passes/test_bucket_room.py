@@ -7,19 +7,27 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
+from torch.fx import GraphModule
 
 from builders_graph import (
     Where,
+    bucketed,
     key_of,
+    known_after,
     make_context,
     make_specs,
+    placements_of,
     toy_forward,
 )
 from builders_plan import shapes
-from fcdp_compile.passes.bucket import bucket, buckets_of, placements_of
+from fcdp_compile.passes.graph.context import PassContext, Uses, buckets_of
 from fcdp_compile.plan import Direction, Tier
 
 WHERE = Where()
+
+
+def bucket(gm: GraphModule, ctx: PassContext) -> Uses:
+    return bucketed(gm, ctx).uses
 
 
 class TestHostBudget:
@@ -79,19 +87,9 @@ class TestHostBudget:
 
     def test_graphs_share_one_budget_and_keep_what_they_have(self) -> None:
         specs = self.specs
-
-        def known_after(gm, known):
-            return known | {
-                key_of(p.name): (*known.get(key_of(p.name), ()), b)
-                for b in buckets_of(gm)
-                for p in b.params
-                if b not in known.get(key_of(p.name), ())
-            }
-
         first = bucket(toy_forward(specs, uses=["b", "a"]), self.context(80))
-        known = known_after(first, {})
-        placements = placements_of(first)
-        ctx = self.context(80, known=known, placements=placements, next_bucket=2)
+        known = known_after(first)
+        ctx = self.context(80, known=known, next_bucket=2)
         second = bucket(toy_forward(specs, uses=["a", "f", "c"]), ctx)
         assert [(i, p.tier) for i, p in placements_of(second).items()] == [
             (1, Tier.HOST),
@@ -100,8 +98,7 @@ class TestHostBudget:
         ]
         # f would fit now, but a rank that compiles again must get the earlier result.
         known = known_after(second, known)
-        placements = placements | placements_of(second)
-        roomy = self.context(1000, known=known, placements=placements, next_bucket=4)
+        roomy = self.context(1000, known=known, next_bucket=4)
         third = bucket(toy_forward(specs, uses=["f", "c", "b"]), roomy)
         assert [b.id for b in buckets_of(third)] == [2, 3, 0]
 
@@ -111,9 +108,9 @@ class TestHostBudget:
         first = bucket(toy_forward(specs), ctx)
         placements = placements_of(first)
         assert [p.tier for p in placements.values()] == [Tier.HOST] * 3 + [Tier.NONE]
-        known = {key_of(p.name): (b,) for b in buckets_of(first) for p in b.params}
+        known = known_after(first)
         ctx = replace(ctx, known=known, next_bucket=4, frozen=frozenset([key_of("a")]))
-        again = bucket(toy_forward(specs), replace(ctx, placements=placements))
+        again = bucket(toy_forward(specs), ctx)
         tiers = {i: p.tier for i, p in placements_of(again).items()}
         assert [(b.id, b.frozen, tiers[b.id]) for b in buckets_of(again)] == [
             (4, True, Tier.HOST),
@@ -127,8 +124,7 @@ class TestHostBudget:
         ctx = make_context(self.specs, WHERE, host_bytes=0)
         first = bucket(toy_forward(self.specs, uses=["a", "b"]), ctx)
         (made,) = buckets_of(first)
-        known = {key_of(n): (made,) for n in "ab"}
-        ctx = replace(ctx, placements=placements_of(first))
+        known = known_after(first)
         for direction in (Direction.FORWARD, Direction.BACKWARD):
             now = replace(ctx, known=known, next_bucket=1, direction=direction)
             part = bucket(toy_forward(self.specs, uses=["b"]), now)
@@ -148,24 +144,22 @@ def test_host_memory_is_never_exceeded_and_never_refused_where_it_fits(
     specs = make_specs({f"p{i}": s for i, s in enumerate(drawn)}, where)
     frozen = data.draw(st.sets(st.sampled_from([s.name for s in specs.values()])))
     budget = data.draw(st.integers(0, 600))
-    known, placements, ids, left = {}, {}, 0, budget
+    known, ids, left = {}, 0, budget
     for uses in graphs:
         ctx = make_context(
             specs, where, frozen=frozen, bucket_bytes=0, host_bytes=budget, known=known
         )
-        ctx = replace(ctx, next_bucket=ids, placements=placements)
-        gm = bucket(toy_forward(specs, uses=[f"p{i}" for i in uses]), ctx)
-        placements = placements | placements_of(gm)
-        for made in buckets_of(gm):
-            (param,) = made.params
-            if made.id < ids:
-                assert known[key_of(param.name)] == (made,)
+        ctx = replace(ctx, next_bucket=ids)
+        for key, use in bucket(toy_forward(specs, uses=[f"p{i}" for i in uses]), ctx).items():
+            (param,) = use.bucket.params
+            if use.bucket.id < ids:
+                assert known[key] == (use,)
                 continue
             size = param.layout.slot_elements * 4 * where.nodes
-            tier = placements[made.id].tier
+            tier = use.placement.tier
             assert (tier is Tier.HOST) == (size <= left), (size, left)
             left -= size if tier is Tier.HOST else 0
-            known = known | {key_of(param.name): (made,)}
-        ids = 1 + max((b.id for (b,) in known.values()), default=-1)
-    cached = [b for (b,) in known.values() if placements[b.id].tier is Tier.HOST]
+            known = known | {key: (use,)}
+        ids = 1 + max((use.bucket.id for (use,) in known.values()), default=-1)
+    cached = [use.bucket for (use,) in known.values() if use.placement.tier is Tier.HOST]
     assert sum(b.node_bytes for b in cached) == budget - left <= budget

@@ -17,20 +17,19 @@ from builders_graph import (
     Shape,
     Where,
     aten,
+    bucketed,
     calls,
     lower_pair,
     lower_toy,
     make_context,
     make_specs,
+    sourced,
     toy_backward,
     toy_forward,
 )
 from builders_plan import shapes
 from fcdp_compile import ops
-from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.choose_sources import choose_sources
-from fcdp_compile.passes.graph.context import META
+from fcdp_compile.passes.graph.context import META, buckets_of
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.plan import Direction, Variant
 from tests.passes.lowered import SHAPES, STARTS, WHERE, check
@@ -213,18 +212,14 @@ def test_invariants(
     bw = toy_backward(specs, frozen=frozen, viewed=viewed)
     ctx = make_context(specs, where, strategy=strategy, frozen=frozen, bucket_bytes=bucket_bytes)
     made = lower_pair(fw, bw, ctx, num_fwd_outputs=1)
-    for (direction, _), gm in made.graphs.items():
-        unlowered = bw if direction is Direction.BACKWARD else fw
-        check(gm, unlowered)
-        gathered = len(_ids(unlowered)) if size != (1, 1) else 0
+    for key, gm in made.graphs.items():
+        check(gm, bw if key[0] is Direction.BACKWARD else fw)
+        gathered = len(buckets_of(made.contexts[key].uses)) if size != (1, 1) else 0
         assert len(calls(gm, ops.free)) == gathered
     crossing = (ops.inter_all_gather,)
     gathers = sum(len(calls(made.backward, op)) for op in crossing)
-    assert gathers == (len(_ids(bw)) if strategy.startswith("zero3") and size[0] > 1 else 0)
-
-
-def _ids(gm: GraphModule) -> set[int]:
-    return {n.meta[META].bucket.id for n in calls(gm, UNSHARD)}
+    of_backward = buckets_of(made.contexts[Direction.BACKWARD, Variant.COLD].uses)
+    assert gathers == (len(of_backward) if strategy.startswith("zero3") and size[0] > 1 else 0)
 
 
 def test_nothing_dead_is_left() -> None:
@@ -249,18 +244,16 @@ def test_a_graph_without_parameters_keeps_its_nodes() -> None:
 
 def test_sources_must_be_known() -> None:
     specs = make_specs({"w": (4,)}, WHERE)
-    ctx = make_context(specs, WHERE)
+    ctx, gm = make_context(specs, WHERE), toy_forward(specs)
     with pytest.raises(AssertionError, match="run `choose_sources` first"):
-        lower(bucket(toy_forward(specs), ctx), ctx)
+        lower(gm, bucketed(gm, ctx))
 
 
 def test_a_gather_needs_every_member() -> None:
     specs = make_specs({"a": (4,), "b": (4,)}, WHERE)
     ctx = make_context(specs, WHERE, strategy="zero3")
-    whole = choose_sources(bucket(toy_forward(specs), ctx), ctx)
-    use = calls(whole, UNSHARD)[0].meta[META]
+    ctx = sourced(bucketed(toy_forward(specs), ctx))
     part = toy_forward(specs, uses=["a"])
-    calls(part, UNSHARD)[0].meta[META] = use
     with pytest.raises(AssertionError, match=r"cannot be gathered in a graph without \['b'\]"):
         lower(part, ctx)
 

@@ -12,22 +12,23 @@ from builders_graph import (
     GraphBuilder,
     Where,
     aten,
+    bucketed,
     calls,
     clone,
+    known_after,
     lower_pair,
     lower_toy,
     make_context,
     make_specs,
+    sourced,
     toy_backward,
     toy_forward,
 )
 from fcdp_compile import ops
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.bucket import bucket, placements_of
-from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import META, Packing
 from fcdp_compile.passes.lower import lower
-from tests.passes.lowered import SHAPES, WHERE, check, known, lowered
+from tests.passes.lowered import SHAPES, WHERE, check, lowered
 
 
 def test_a_gather_stands_right_before_the_first_use() -> None:
@@ -70,12 +71,8 @@ def test_reductions_start_right_after_the_last_gradient_of_the_bucket() -> None:
     late = b.call(aten.relu.default, x)
     gm = b.finish(casted, b.reduce_grad(second, "v"), late)
     ctx = make_context(specs, WHERE, strategy="zero3")
-    before = choose_sources(bucket(gm, ctx), ctx)
-    ctx = make_context(
-        specs, WHERE, strategy="zero3", known=known(before), placements=placements_of(before)
-    )
-    after = lower(clone(before), ctx)
-    check(after, before)
+    after = lower(clone(gm), sourced(bucketed(gm, ctx)))
+    check(after, gm)
     assert len(calls(after, ops.intra_reduce_scatter)) == 1
     names = [n.target for n in after.graph.nodes if n.op == "call_function"]
     start = names.index(ops.intra_reduce_scatter)
@@ -156,10 +153,8 @@ def test_a_returned_one_is_a_copy_where_it_might_be_the_shard_or_cached(
     returned = full
     for op in [aten.t.default, aten.detach.default, aten.t.default][:views]:
         returned = b.call(op, returned)
-    before = choose_sources(
-        bucket(b.finish(b.call(aten.neg.default, full), returned, full), ctx), ctx
-    )
-    after = lower(clone(before), ctx)
+    before = b.finish(b.call(aten.neg.default, full), returned, full)
+    after = lower(clone(before), sourced(bucketed(before, ctx)))
     check(after, before)
     assert len(calls(after, aten.clone.default)) == copies
     assert len(calls(after, ops.free)) == copies
@@ -168,13 +163,10 @@ def test_a_returned_one_is_a_copy_where_it_might_be_the_shard_or_cached(
 def test_unused_members_are_neither_unpacked_nor_freed() -> None:
     specs = make_specs({"a": (4, 4), "b": (5, 3)}, WHERE)
     ctx = make_context(specs, WHERE)
-    first = bucket(toy_forward(specs), ctx)
-    part = toy_forward(specs, uses=["a"])
-    ctx = make_context(
-        specs, WHERE, known=known(first), placements=placements_of(first), next_bucket=1
-    )
-    before = choose_sources(bucket(part, ctx), ctx)
-    after = lower(clone(before), ctx)
+    first = bucketed(toy_forward(specs), ctx)
+    before = toy_forward(specs, uses=["a"])
+    ctx = make_context(specs, WHERE, known=known_after(first.uses), next_bucket=1)
+    after = lower(clone(before), sourced(bucketed(before, ctx)))
     check(after, before)
     assert len(calls(after, ops.load)) == 1
     assert not calls(after, ops.inter_all_gather)

@@ -7,18 +7,16 @@ from dataclasses import replace
 import pytest
 
 from builders_graph import (
-    GraphBuilder,
     Where,
-    calls,
+    bucketed,
     key_of,
+    known_after,
     make_context,
     make_specs,
+    sourced,
     toy_forward,
 )
-from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.choose_sources import choose_sources
-from fcdp_compile.passes.graph.context import META, Source, use_of
+from fcdp_compile.passes.graph.context import Source
 from fcdp_compile.plan import Direction, Variant
 
 WHERE = Where()
@@ -38,8 +36,8 @@ def sources(strategy: str, where: Where = WHERE, **more) -> list[Source | None]:
     specs = make_specs(SHAPES, where)
     ctx = make_context(specs, where, strategy=strategy, frozen=["frozen"], **more)
     # A backward's buckets are its forward's.
-    gm = choose_sources(bucket(toy_forward(specs), replace(ctx, direction=FORWARD)), ctx)
-    return [use_of(n).source for n in calls(gm, UNSHARD)]
+    uses = bucketed(toy_forward(specs), replace(ctx, direction=FORWARD)).uses
+    return [use.source for use in sourced(replace(ctx, uses=uses)).uses.values()]
 
 
 @pytest.mark.parametrize(
@@ -106,35 +104,17 @@ def test_what_has_no_place_on_the_host_stays_at_home_on_one_node() -> None:
 def test_a_bucket_of_which_a_part_is_absent_is_loaded() -> None:
     specs = make_specs({"a": (4,), "b": (4,)}, WHERE)
     ctx = make_context(specs, WHERE)
-    whole = choose_sources(bucket(toy_forward(specs), ctx), ctx)
-    first = use_of(calls(whole, UNSHARD)[0])
-    known = {key_of(n): (first.bucket,) for n in "ab"}
-    ctx = replace(ctx, known=known, placements={0: first.placement}, next_bucket=1)
-    part = choose_sources(bucket(toy_forward(specs, uses=["b"]), ctx), ctx)
-    (use,) = [use_of(n) for n in calls(part, UNSHARD)]
+    whole = bucketed(toy_forward(specs), ctx)
+    first = sourced(whole).uses[key_of("a")]
+    ctx = replace(ctx, known=known_after(whole.uses), next_bucket=1)
+    (use,) = sourced(bucketed(toy_forward(specs, uses=["b"]), ctx)).uses.values()
     assert use.bucket == first.bucket
     assert (first.source, use.source) == (STORE, LOAD)
 
 
-def test_only_records_change() -> None:
+def test_only_sources_are_new() -> None:
     specs = make_specs(SHAPES, WHERE)
-    ctx = make_context(specs, WHERE)
-    gm = bucket(toy_forward(specs), ctx)
-    before, buckets = str(gm.graph), [use_of(n).bucket for n in calls(gm, UNSHARD)]
-    assert choose_sources(gm, ctx) is gm
-    assert str(gm.graph) == before
-    assert [use_of(n).bucket for n in calls(gm, UNSHARD)] == buckets
-    assert [n for n in gm.graph.nodes if META in n.meta] == calls(gm, UNSHARD)
-
-
-def test_a_graph_without_parameters_stays_as_it_is() -> None:
-    b = GraphBuilder({})
-    gm = b.finish(b.input("x"))
-    before = str(gm.graph)
-    assert str(choose_sources(gm, make_context({}, WHERE)).graph) == before
-
-
-def test_buckets_must_be_known() -> None:
-    specs = make_specs(SHAPES, WHERE)
-    with pytest.raises(AssertionError, match="run `bucket` first"):
-        choose_sources(toy_forward(specs), make_context(specs, WHERE))
+    ctx = bucketed(toy_forward(specs), make_context(specs, WHERE))
+    found = sourced(ctx).uses
+    assert {key: replace(use, source=None) for key, use in found.items()} == ctx.uses
+    assert list(found) == list(ctx.uses)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from builders_plan import make_bucket, make_placement
+from fcdp_compile.passes.graph.context import Use
 from fcdp_compile.passes.memory.place_gradients import (
     fit_gradients,
     place_gradients,
@@ -41,9 +42,7 @@ def place(
 
 
 def fits(placed: Sequence[Placed], host_bytes: int) -> list[bool]:
-    return fit_gradients(
-        [b for b, _ in placed], {p.bucket: p for _, p in placed}, host_bytes=host_bytes
-    )
+    return fit_gradients([Use(bucket=b, placement=p) for b, p in placed], host_bytes=host_bytes)
 
 
 def waiting(tier: Tier, *buckets: Bucket) -> list[Placed]:

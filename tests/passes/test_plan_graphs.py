@@ -6,8 +6,8 @@ import pytest
 
 from builders_graph import Where, make_context, make_specs, toy_backward, toy_forward
 from fcdp_compile.passes.graph.context import PassContext
-from fcdp_compile.passes.memory.placement import Room
 from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import plan_accumulation, plan_graphs
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
 

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from builders_graph import (
     GraphBuilder,
     Where,
+    bucketed,
     calls,
     lower_toy,
     make_context,
@@ -17,7 +18,7 @@ from builders_graph import (
     toy_forward,
 )
 from fcdp_compile import ops
-from fcdp_compile.passes.bucket import bucket, buckets_of
+from fcdp_compile.passes.graph.context import buckets_of
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Variant
 
@@ -28,16 +29,16 @@ SHAPES = {"a": (4, 4), "b": (64, 8)}
 def stamped():
     specs = make_specs(SHAPES, WHERE)
     ctx = make_context(specs, WHERE, bucket_bytes=512)
-    fw, bw = bucket(toy_forward(specs), ctx), bucket(toy_backward(specs), ctx)
-    stamp(fw, bw, num_fwd_outputs=1)
-    return fw, bw
+    fw, bw = toy_forward(specs), toy_backward(specs)
+    ids = tuple(b.id for b in buckets_of(bucketed(bw, ctx).uses))
+    stamp(fw, bw, ids, num_fwd_outputs=1)
+    return fw, bw, ids
 
 
 def test_forward_returns_what_the_backward_takes_in_the_same_place() -> None:
-    fw, bw = stamped()
+    fw, bw, ids = stamped()
     (made,) = calls(fw, ops.stamp)
     (checked,) = calls(bw, ops.check)
-    ids = tuple(b.id for b in buckets_of(bw))
     assert len(ids) == 2
     assert made.args == (ids,)
     assert checked.args[1] == ids
@@ -50,14 +51,13 @@ def test_forward_returns_what_the_backward_takes_in_the_same_place() -> None:
 
 
 def test_the_check_comes_before_anything_else() -> None:
-    _, bw = stamped()
+    _, bw, _ = stamped()
     first = next(n for n in bw.graph.nodes if n.op != "placeholder")
     assert first.target is ops.check
 
 
 def test_it_stands_behind_tensors_and_before_symbols() -> None:
     specs = make_specs({"a": (4, 4)}, WHERE)
-    ctx = make_context(specs, WHERE)
     with FakeTensorMode():
         number = torch.empty(()).numel()  # a symbol's value: a number, not a tensor
     f = GraphBuilder(specs)
@@ -70,7 +70,7 @@ def test_it_stands_behind_tensors_and_before_symbols() -> None:
     size.meta["val"] = number
     grad = b.call(torch.ops.aten.mul.Tensor, b.unshard(shard, "a"), tangent)
     bw = b.finish(b.reduce_grad(grad, "a"), None)
-    stamp(bucket(fw, ctx), bucket(bw, ctx), num_fwd_outputs=1)
+    stamp(fw, bw, [0], num_fwd_outputs=1)
     names = [n.name for n in fw.graph.output_node().args[0][1:]]
     assert names == ["shard_a", "stamp", "size"]
     inputs = [n.name for n in bw.graph.find_nodes(op="placeholder")]
@@ -81,11 +81,11 @@ def test_it_stands_behind_tensors_and_before_symbols() -> None:
 def test_a_backward_that_neither_gathers_nor_reduces_needs_no_stamp(reduces: bool) -> None:
     specs = make_specs({"a": (4, 4)}, WHERE)
     f, b = GraphBuilder(specs), GraphBuilder(specs)
-    fw = bucket(f.finish(f.unshard(f.shard("a"), "a")), make_context(specs, WHERE))
+    fw = f.finish(f.unshard(f.shard("a"), "a"))
     tangent = b.input("tangent", (4, 4))
     bw = b.finish(b.reduce_grad(tangent, "a") if reduces else tangent)
     before = str(fw.graph), str(bw.graph)
-    stamp(fw, bw, num_fwd_outputs=1)
+    stamp(fw, bw, [], num_fwd_outputs=1)
     assert ((str(fw.graph), str(bw.graph)) == before) == (not reduces)
     if reduces:
         (made,) = calls(fw, ops.stamp)

@@ -5,28 +5,14 @@ Both the backend and the planner use this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers, place_steps
 from fcdp_compile.passes.memory.place_gradients import place_gradients
 from fcdp_compile.passes.memory.predict import StepMemory, fixed_bytes
 from fcdp_compile.passes.pipeline import Lowered
-from fcdp_compile.plan import Bucket, Placement, Schedule
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """Buckets and schedules with their placements, and the device memory that they take.
-
-    limit_bytes: an adaptive cache may let the peak grow to this; None if no device memory is for a cache.
-    """
-
-    buckets: tuple[Bucket, ...]
-    placements: Mapping[int, Placement]
-    schedules: tuple[Schedule, ...]
-    peak_bytes: int
-    limit_bytes: int | None
+from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.plan import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +32,27 @@ class Room:
     accumulates: bool = True
 
 
-def place_all(step: StepMemory, lowered: Lowered, room: Room) -> tuple[Placed, dict[int, int]]:
-    """Choose all placements for the predicted memory of a step.
+def place_all(
+    step: StepMemory,
+    lowered: Lowered,
+    book: BucketBook,
+    room: Room,
+    *,
+    nodes: int,
+    ranks_per_node: int,
+    number: int,
+) -> Plan:
+    """Choose all placements for the predicted memory of a step; return the plan of the lowered graphs.
 
-    Returns the result, and the bytes that each bucket keeps on the device.
+    book: gets the bytes that the plan keeps on the device.
     """
+    buckets = tuple(use.bucket for use in lowered.placed)
+    placements = {use.bucket.id: use.placement for use in lowered.placed}
+    taken_bytes = room.taken_bytes + book.device_bytes_of_others(buckets)
     chosen = choose_tiers(
         step.entries,
         step.alive_bytes,
-        static_bytes=step.static_bytes + room.taken_bytes,
+        static_bytes=step.static_bytes + taken_bytes,
         capacity_bytes=room.capacity_bytes,
         threshold=room.threshold,
     )
@@ -62,27 +60,29 @@ def place_all(step: StepMemory, lowered: Lowered, room: Room) -> tuple[Placed, d
     if room.capacity_bytes is not None:
         limit_bytes = int(room.threshold * room.capacity_bytes)
         left_bytes = max(0, limit_bytes - chosen.peak_bytes)
-    placements = dict(lowered.placements)
     for choice in chosen.choices:
         before = placements[choice.bucket]
         placements[choice.bucket] = replace(before, tier=choice.tier, why=choice.why)
-    placements = place_gradients(lowered.buckets, placements, room_bytes=left_bytes)
+    placements = place_gradients(buckets, placements, room_bytes=left_bytes)
     memory = step.by_step(chosen.used_bytes)
     schedules = [
         replace(place_steps(s, placements), memory_bytes=memory.get((s.direction, s.variant), ()))
         for s in lowered.schedules
     ]
-    kept_bytes = {b.id: fixed_bytes(b, placements[b.id]) for b in lowered.buckets}
+    kept_bytes = {b.id: fixed_bytes(b, placements[b.id]) for b in buckets}
     kept_bytes |= {
         e.bucket: e.bytes_in(c.tier) for e, c in zip(step.entries, chosen.choices, strict=True)
     }
-    return (
-        Placed(
-            buckets=lowered.buckets,
-            placements=placements,
-            schedules=tuple(schedules),
-            peak_bytes=chosen.peak_bytes,
-            limit_bytes=limit_bytes,
-        ),
-        kept_bytes,
+    book.keep_on_device(kept_bytes)
+    return Plan(
+        strategy=", ".join(dict.fromkeys(b.strategy.name for b in buckets)),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        graph=number,
+        buckets=buckets,
+        placements=tuple(placements.values()),
+        refresh=lowered.refresh,
+        schedules=tuple(schedules),
+        peak_bytes=chosen.peak_bytes,
+        memory_limit_bytes=limit_bytes,
     )
