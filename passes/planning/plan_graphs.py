@@ -167,11 +167,12 @@ def _stamp(
     num_fwd_outputs: int,
     stages: Stages | None,
 ) -> None:
+    fw, bw = graphs.values()
     both = {d.value: gm for d, gm in graphs.items()}
     buckets = contexts[Direction.BACKWARD].backward_buckets
 
     def save_stamps() -> Mapping[str, GraphModule]:
-        stamp(*both.values(), buckets, num_fwd_outputs=num_fwd_outputs)
+        stamp(fw, bw, buckets, num_fwd_outputs=num_fwd_outputs)
         return both
 
     watched("stamp", both, save_stamps, stages, {d.value: contexts[d].uses for d in graphs})
