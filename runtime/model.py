@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.devices import Device
-from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Plan
 from fcdp_compile.plan.whole_step import of_one_step, whole_step
@@ -39,21 +38,22 @@ class ShardedModel:
     def __init__(
         self,
         number: int,
-        topology: Topology,
+        transport: Transport,
         records: Iterable[ParamRecord],
         device: Device,
         unset: Iterable[str] = (),
         unset_buffers: Iterable[str] = (),
         *,
+        gpu_bytes: int | None = None,
         accumulates_elsewhere: bool = False,
     ) -> None:
         self.number = number
-        self.topology = topology
+        self.topology = transport.topology
         self.device = device
         self.records = Records(records)
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
         self.accumulates = any(strategy.accumulates_on for strategy in self.strategies)
-        self.transport = Transport(topology, device)
+        self.transport = transport
         self.counters = self.transport.counters
         self.lanes = self.transport.lanes
         self.collectives = self.transport.collectives
@@ -61,7 +61,7 @@ class ShardedModel:
         self.home_transfers = self.transport.home_transfers
         names = {key: self.records[key].spec.name for key in unset}
         self.unset = Unset(names, unset_buffers, self.collectives)
-        self.host_memory = HostMemory(topology)
+        self.host_memory = HostMemory(self.topology)
         weakref.finalize(self, self.host_memory.end)
         generations = Generations(self.records)
         self.buckets = ModelBuckets(self.records, generations, self.transport)
@@ -71,7 +71,7 @@ class ShardedModel:
             self.records, self.buckets, self.validity, self.host_memory, self.accumulation
         )
         self.seams = Seams(self.validity, self.counters, self.lanes)
-        self.batches = SharedBatches(topology, self.collectives)
+        self.batches = SharedBatches(self.topology, self.collectives)
         self.drains = Drains(device)
         self.exposure = Exposure(device)
         self.whole: dict[str, WholeParameter] = {}
@@ -84,7 +84,7 @@ class ShardedModel:
             self.validity,
             accumulates_elsewhere=accumulates_elsewhere and not self.accumulates,
         )
-        self.gpu_bytes: int | None = None  # of the smallest GPU of all ranks
+        self.gpu_bytes = gpu_bytes  # of the smallest GPU of all ranks
         self.plans: dict[int, Plan] = {}  # by the number of the graph
         self.bound: dict[int, dict[int, BoundBucket]] = {}  # the buckets of each plan, by number
         self._has_warned_of_given = False

@@ -33,6 +33,7 @@ from fcdp_compile.quantised.weight import (
     unfolded,
 )
 from fcdp_compile.ranks.inner_mesh import data_mesh
+from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
@@ -124,34 +125,10 @@ def shard(
         chosen = adapted(chosen, reshard_after_forward, gradient_on, topology.ranks_per_node)
         names = {p: name for name, p in root.named_parameters() if name not in ignored}
         strategies = assign(root, names, chosen, module_strategies or {})
-        state, records = _fitting_state(root, names, strategies, topology, dtypes, offload_params)
+        state, records = _new_state(root, names, strategies, topology, dtypes, offload_params)
         agree_on_model(root, state, records, ignored, dtypes)
     _install(root, state, records, dtypes, given)
     return model
-
-
-def _fitting_state(
-    root: nn.Module,
-    names: Mapping[nn.Parameter, str],
-    strategies: Mapping[nn.Parameter, Strategy],
-    topology: Topology,
-    dtypes: Dtypes,
-    offload_params: bool | str,
-) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
-    """As `_new_state`, with home shards in the memory that was asked for."""
-    if offload_params is True:
-        strategies = on_hosts(strategies, topology.position)
-    state, records = _new_state(root, names, strategies, topology, dtypes)
-    gpu_bytes = agree_on_gpus(topology, state.collectives, state.device)
-    held = [(r.spec, p.requires_grad) for p, r in records.items()]
-    shares_memory = state.device.shares_memory
-    if offload_params is True and shares_memory and topology.number == 0:
-        log.warning("offload_params saves nothing here: the GPU's memory is the host's")
-    if offload_params == "auto" and not shares_memory and fills(gpu_bytes, held):
-        strategies = on_hosts(strategies, topology.position, where_possible=True)
-        state, records = _new_state(root, names, strategies, topology, dtypes)
-    state.gpu_bytes = gpu_bytes
-    return state, records
 
 
 def _new_state(
@@ -160,14 +137,50 @@ def _new_state(
     strategies: Mapping[nn.Parameter, Strategy],
     topology: Topology,
     dtypes: Dtypes,
+    offload_params: bool | str,
 ) -> tuple[ShardedModel, dict[nn.Parameter, ParamRecord]]:
     """Make the run-time state of a model that is not sharded yet, and the records of its parameters."""
-    device = _device_of(names, topology)
+    device, number = _device_of(names, topology), registry.new_model_number()
+    if offload_params is True:
+        strategies = on_hosts(strategies, topology.position)
+    specs = _specs(root, names, strategies, topology, dtypes, device, number)
+    transport = Transport(topology, device)
+    gpu_bytes = agree_on_gpus(topology, transport.collectives, device)
+    if offload_params is True and device.shares_memory and topology.number == 0:
+        log.warning("offload_params saves nothing here: the GPU's memory is the host's")
+    held = [(spec, p.requires_grad) for p, spec in specs.items()]
+    if offload_params == "auto" and not device.shares_memory and fills(gpu_bytes, held):
+        strategies = on_hosts(strategies, topology.position, where_possible=True)
+        specs = _specs(root, names, strategies, topology, dtypes, device, number)
+    records = {p: ParamRecord(spec) for p, spec in specs.items()}
+    state = ShardedModel(
+        number,
+        transport,
+        records.values(),
+        device,
+        [spec.key for p, spec in specs.items() if p.is_meta],
+        [name for name, b in root.named_buffers() if b.is_meta],
+        gpu_bytes=gpu_bytes,
+        accumulates_elsewhere=any(s.accumulates_on for s in strategies.values()),
+    )
+    return state, records
+
+
+def _specs(
+    root: nn.Module,
+    names: Mapping[nn.Parameter, str],
+    strategies: Mapping[nn.Parameter, Strategy],
+    topology: Topology,
+    dtypes: Dtypes,
+    device: Device,
+    number: int,
+) -> dict[nn.Parameter, ParamSpec]:
+    """The spec of each parameter.  number: the model's."""
     fitting = {
         s: fit_strategy(s, topology.position, shares_memory=device.shares_memory)
         for s in dict.fromkeys(strategies.values())
     }
-    number, packed = registry.new_model_number(), packed_parameters(root)
+    packed = packed_parameters(root)
     matrices = [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices]
     check_home_nodes(matrices, topology.tp)
     homes = home_nodes_of(matrices, topology.nodes)
@@ -190,20 +203,9 @@ def _new_state(
         )
         for p, name in names.items()
     }
-    records = {
-        p: ParamRecord(with_home(spec, device.torch, is_frozen=not p.requires_grad))
-        for p, spec in specs.items()
+    return {
+        p: with_home(spec, device.torch, is_frozen=not p.requires_grad) for p, spec in specs.items()
     }
-    state = ShardedModel(
-        number,
-        topology,
-        records.values(),
-        device,
-        [r.spec.key for p, r in records.items() if p.is_meta],
-        [name for name, b in root.named_buffers() if b.is_meta],
-        accumulates_elsewhere=any(s.accumulates_on for s in strategies.values()),
-    )
-    return state, records
 
 
 def model_of(model: nn.Module) -> nn.Module:
