@@ -112,10 +112,9 @@ PARTS = (
     GpuPart(
         name="streams",
         runs="watched.streams",
-        title="steps with FCDP_CHECK_STREAMS=1",
+        title="steps on a device that checks the order of its streams",
         weight=6,
         tries_again=True,
-        environment={"FCDP_CHECK_STREAMS": "1"},
     ),
     _steps("fcdp", "lora", "LoRA: fcdp, weights in host memory", weight=12),
     _steps("plain", "lora", "LoRA: no sharding, compiled by blocks", weight=5),

@@ -87,7 +87,7 @@ def page(outcomes: Sequence[Outcome]) -> str:
         *training([o.found for o in outcomes if isinstance(o.found, Trained)]),
         *_section("CUDA sanitizer", by_name.get("sanitizer"), Watched, _watched),
         *_printed(by_name.get("sanitizer")),
-        *_section("FCDP_CHECK_STREAMS=1", by_name.get("streams"), Watched, _watched),
+        *_section("Order of the streams", by_name.get("streams"), Watched, _watched),
         *_printed(by_name.get("streams")),
         "## Again",
         _RUN,

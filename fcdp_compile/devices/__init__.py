@@ -4,25 +4,20 @@
       Cpu              no streams: work beside compute runs on threads
       StreamDevice     adds streams and events
         Cuda           GPUs that torch drives by `torch.cuda`
-        CheckedDevice  wraps a device with streams and checks their order (FCDP_CHECK_STREAMS=1)
 
 Another accelerator is one class that is given to `register`; nothing else names a kind of device.
 """
 
 from __future__ import annotations
 
-import os
-
 import torch
 import torch.distributed as dist
 
-from fcdp_compile.devices.checked import CheckedDevice
 from fcdp_compile.devices.cpu import Cpu
 from fcdp_compile.devices.cuda import Cuda
 from fcdp_compile.devices.interface import Device, Event, Stream, StreamDevice
 
 __all__ = [
-    "CheckedDevice",
     "Cpu",
     "Cuda",
     "Device",
@@ -53,10 +48,7 @@ register(Cuda)
 
 def device_of(torch_device: torch.device) -> Device:
     """The Device for a device of torch; the host for kinds that have no class, such as "meta"."""
-    found = _classes.get(torch_device.type, Cpu).of(torch_device)
-    if isinstance(found, StreamDevice) and os.environ.get("FCDP_CHECK_STREAMS") == "1":
-        return CheckedDevice(found)
-    return found
+    return _classes.get(torch_device.type, Cpu).of(torch_device)
 
 
 def choose_device(local_rank: int | None) -> Device:

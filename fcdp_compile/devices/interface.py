@@ -40,7 +40,7 @@ class Device(ABC):
     """One device of this process; unless it is a StreamDevice, its work is done when a call returns.
 
     kind: its type in torch.  backends: the backend argument for `torch.distributed.init_process_group`.
-    is_checked: whether fcdp checks that its streams access memory in a safe order.
+    is_checked: whether it checks that its streams access memory in a safe order, as one of the tests does.
     timeout: the default timeout of its collectives; None: torch's default.
     """
 
@@ -84,7 +84,7 @@ class Device(ABC):
     def synchronize(self) -> None:  # noqa: B027  # nothing to do on the host
         """Make the Python thread wait for its current stream."""
 
-    # --- work, for a device that checks it (`checked`) ----------------------------------------------------
+    # --- work, for a device of the tests that checks it ---------------------------------------------------
 
     def watching(self, what: str) -> AbstractContextManager[Any]:
         """Check this thread's operators within a block.  what: a name for them in errors."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcdp_compile.devices import CheckedDevice
 from fcdp_compile.params.spec import Home
 from fcdp_compile.plan import Lane, Tier
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
@@ -23,6 +22,7 @@ from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.pending import Pending
 from tests.builders_plan import make_bucket
+from tests.device.checked import CheckedDevice
 from tests.runtime.simulated_device import SimulatedDevice
 
 BUCKET = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4))

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcdp_compile.devices import CheckedDevice
+from tests.device.checked import CheckedDevice
 from tests.runtime.test_lanes_on_streams import run as random_tasks
 from tests.streams.cached import use_on_the_way
 from tests.streams.programs import PROGRAMS, Job, Late, Program, checked, four_ranks, late

@@ -28,17 +28,17 @@ from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import QUICK
 from benchmarks.systems.train_torch import make_adamw
 from fcdp_compile.backend import fcdp
-from fcdp_compile.devices import CheckedDevice, StreamDevice, device_of
+from fcdp_compile.devices import StreamDevice, device_of
 from fcdp_compile.plan import Kind
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import Sanitizer, cuda_sanitizer
-
-STREAMS = "FCDP_CHECK_STREAMS"
+from tests.device.checked import check_streams
 
 _WARM_UP, _STEPS = 2, 3
 _ROOT = Path(__file__).resolve().parents[3]
 
 _SANITIZER = "torch.cuda._sanitizer"
+_STREAMS = "tests.device.checked"
 
 Around = Callable[[], AbstractContextManager[object]]
 
@@ -56,16 +56,13 @@ def sanitizer(setting: Setting) -> Watched:
 
 
 def streams(setting: Setting) -> Watched:
-    """Train with FCDP_CHECK_STREAMS=1, which the driver has set; the checker prints what it finds."""
+    """Train on a device that checks the order of its streams; prints what it finds."""
     device = device_of(setting.device)
     if not isinstance(device, StreamDevice):
         _train(setting, contextlib.nullcontext)
         raise NotRunError("a CPU has no streams to check")
-    if not isinstance(device, CheckedDevice):
-        raise RuntimeError(f"{STREAMS}=1 has no effect, so nothing would be checked")
-    return Watched(
-        by=f"{STREAMS}=1", steps=_train(setting, contextlib.nullcontext), finds_planted=None
-    )
+    check_streams(type(device))
+    return Watched(by=_STREAMS, steps=_train(setting, contextlib.nullcontext), finds_planted=None)
 
 
 def _train(setting: Setting, around: Around) -> int:

@@ -1,5 +1,7 @@
 """A device that checks its streams: every access to memory must come after the accesses it depends on.
 
+    check_streams(Cuda)  # before fcdp is used: checks the GPUs of this process
+
 `stream_check` explains the check.
 """
 
@@ -9,11 +11,23 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fcdp_compile.devices.clocks import Clock
-from fcdp_compile.devices.interface import Event, Stream, StreamDevice
-from fcdp_compile.devices.stream_check import StreamCheck
+from fcdp_compile.devices import Device, Event, Stream, StreamDevice, register
+from tests.device.clocks import Clock
+from tests.device.stream_check import StreamCheck
+
+
+def check_streams(kind: type[StreamDevice]) -> None:
+    """Let fcdp check the streams of all devices of a class."""
+
+    class Checked(kind):  # type: ignore[valid-type,misc]
+        @classmethod
+        def of(cls, torch_device: torch.device) -> Device:
+            return CheckedDevice(kind(torch_device))
+
+    register(Checked)
 
 
 def _of_device(name: str) -> Callable[..., Any]:

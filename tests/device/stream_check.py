@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fcdp_compile.devices.clocks import Access, CheckedMemory, Clock, Clocks, Party
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.torch_compat import (
     DispatchMode,
@@ -40,6 +39,7 @@ from fcdp_compile.torch_compat import (
     storage_id,
     tree_leaves,
 )
+from tests.device.clocks import Access, CheckedMemory, Clock, Clocks, Party
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 """Operators of aten whose results have memory but no values."""
