@@ -1,21 +1,27 @@
 """Cut a Transformers model over the ranks of a node: tensor and expert parallelism.
 
 Transformers does the cutting, by the plan that each of its models has; fcdp then shards each rank's part.
+
+Linear layers that ranks share compute with plain tensors: Transformers' own forwards compute with DTensors,
+and torch 2.13 cannot trace a linear layer of DTensors if its input's sizes vary (the sizes of a view in the
+backward are defined by themselves), and sequences vary.  Source: Megatron-LM (Shoeybi et al., 2019), section
+3.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.functional import linear
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
-from fcdp_compile.parallel.linear import by_columns, by_rows
 from fcdp_compile.params.inner_cut import InnerCut, InnerTensor, declare_part, is_declared
 from fcdp_compile.quantised.formats import FORMATS
 from fcdp_compile.ranks.inner_mesh import CUT, TP, Cut, tp_mesh_of
@@ -204,3 +210,58 @@ def _computing(name: str, module: Any, style: str) -> list[str]:
             "LoRA other target_modules"
         )
     return [f"{name}.base_layer", *(f"{name}.{side}.{key}" for key in getattr(module, side))]
+
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def by_columns(module: nn.Linear, mesh: DeviceMesh, *, gathers: bool) -> Forward:
+    """The forward of a layer of which each rank has some outputs: [..., in] -> [..., out / t] or [..., out].
+
+    gathers: whether every rank gets all outputs.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        whole = _from(x, mesh, Replicate()).redistribute(placements=[Replicate()])
+        # Each rank's gradient is only that of its outputs.
+        found = linear(whole.to_local(grad_placements=[Partial()]), *_parts(module))
+        if not gathers:
+            return found
+        shape: Any = (*found.shape[:-1], module.out_features)
+        stride = torch.empty(shape, device="meta").stride()
+        made = DTensor.from_local(
+            found, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride
+        )
+        return made.redistribute(placements=[Replicate()]).to_local()
+
+    return forward
+
+
+def by_rows(module: nn.Linear, mesh: DeviceMesh, *, cuts: bool) -> Forward:
+    """The forward of a layer of which each rank has some inputs: [..., in / t] or [..., in] -> [..., out].
+
+    cuts: whether every rank gets all inputs.
+    """
+
+    def forward(x: Tensor) -> Tensor:
+        if cuts:
+            x = _from(x, mesh, Replicate()).redistribute(placements=[Shard(-1)]).to_local()
+        weight, bias = _parts(module)
+        parts = _from(linear(x, weight), mesh, Partial())
+        found = parts.redistribute(placements=[Replicate()]).to_local()
+        return found if bias is None else found + bias
+
+    return forward
+
+
+def _from(x: Tensor, mesh: DeviceMesh, placement: Partial | Replicate) -> DTensor:
+    return (
+        x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [placement], run_check=False)
+    )
+
+
+def _parts(module: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """This rank's parts of the weight and of the bias."""
+    weight, bias = module.weight, module.bias
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in (weight, bias)]
+    return parts[0], parts[1]

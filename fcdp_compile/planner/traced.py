@@ -20,7 +20,9 @@ from typing import Any
 
 import sympy
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
 from fcdp_compile.backend.compute import Compute
@@ -28,9 +30,10 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.parallel.context import context_parallel
 from fcdp_compile.parallel.tensor import tensor_parallel
+from fcdp_compile.params.mesh import make_mesh, topology_of
 from fcdp_compile.passes.memory.curve import hints_of
 from fcdp_compile.passes.partition import partition
-from fcdp_compile.planner.inner import first_part, inner_mesh
+from fcdp_compile.ranks.inner_mesh import data_mesh
 from fcdp_compile.sharding.homes import matrices_of
 from fcdp_compile.sharding.shard import shard, state_of
 from fcdp_compile.torch_compat import (
@@ -39,6 +42,7 @@ from fcdp_compile.torch_compat import (
     boxed,
     make_dynamic,
     min_cut_rematerialization_partition,
+    start_fake_group,
     tracing_mode,
     without_code,
 )
@@ -353,3 +357,53 @@ def _capture(
 def _as_it_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     # A copy: code generation changes a graph, and the passes read the graph later.
     return as_boxed(boxed(GraphModule(gm, gm.graph)))
+
+
+@contextmanager
+def inner_mesh(cp: int, tp: int) -> Iterator[DeviceMesh | None]:
+    """The first rank's mesh of cp x tp ranks that do not exist; None for one rank.
+
+    Raises: FcdpError in a process that has process groups.
+    """
+    if cp * tp == 1:
+        yield None
+        return
+    if dist.is_initialized():
+        raise FcdpError(
+            "cp and tp cannot be planned in a process of a running job; use `fcdp plan`"
+        )
+    start_fake_group(cp * tp)
+    try:
+        mesh = make_mesh(1, cp=cp, tp=tp)
+        assert mesh is not None, "several ranks have one"
+        topology_of(data_mesh(mesh))  # now: it reads tensors, which will be fake
+        yield mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def first_part(
+    inputs: Mapping[str, Tensor] | Sequence[Tensor], cp: int
+) -> Mapping[str, Any] | Sequence[Tensor]:
+    """The inputs of the first rank of those that share sequences, as `sequence_part` gives them.
+
+    Raises: FcdpError for inputs other than tokens and labels.
+    """
+    if cp == 1:
+        return inputs
+    if not isinstance(inputs, Mapping) or set(inputs) != {"input_ids", "labels"}:
+        raise FcdpError(
+            "sequences can be cut for models whose inputs are input_ids and labels; leave out --cp"
+        )
+    ids = inputs["input_ids"]
+    if ids.shape[1] % cp:
+        raise FcdpError(f"--cp {cp} does not divide the {ids.shape[1]} tokens of --seq")
+    part = torch.zeros_like(ids[:, : ids.shape[1] // cp])
+    return {
+        "input_ids": part,
+        "labels": part.clone(),
+        "shift_labels": part.clone(),
+        "position_ids": part.clone(),
+        "sequence_ids": None,
+        "only_trailing": True,
+    }

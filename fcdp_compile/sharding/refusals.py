@@ -1,12 +1,19 @@
-"""The refusals of `shard`, each with one sentence, before anything is communicated."""
+"""The refusals of `shard`, each with one sentence, before anything is communicated.
+
+Transformers and Accelerate leave marks on a model that they have spread over devices or ranks: a mesh for
+tensor parallelism and FSDP2, a device map, hooks that bring values from the host or from disk.  A model whose
+values are elsewhere has parameters on meta, which `shard` would take for parameters that get their values
+later.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +27,6 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.params.inner_cut import check_declared, check_inner, local_part
 from fcdp_compile.quantised.weight import packed_parameters
 from fcdp_compile.ranks.inner_mesh import tp_mesh_of
-from fcdp_compile.sharding.loaded import check_loaded
 from fcdp_compile.sharding.references import find_references
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import Format
@@ -74,7 +80,7 @@ def check_model(
     complex or quantised, is of a class of its own, gets sparse gradients or gradients of another dtype, or
     shares memory with another; for a module that holds a
     parameter in a list, closure or the like (`references`); for an adapter that exchanges parameters; for a
-    model that Transformers or Accelerate has spread (`loaded`).
+    model that Transformers or Accelerate has spread (`check_loaded`).
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"shard needs an nn.Module, not {type(model).__name__}")
@@ -292,3 +298,62 @@ def warn_of_no_frozen(found: Iterable[tuple[Strategy, bool]]) -> None:
             strategy.name,
             strategy.frozen_format.value,
         )
+
+
+_FSDP = "ACCELERATE_USE_FSDP"
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Refuse a model that is spread over devices or ranks, or that FSDP's launch settings have loaded.
+
+    A device map with one device is fine; quantised loading sets one.
+
+    Raises: ArgumentError.
+    """
+    if os.environ.get(_FSDP, "").lower() in ("1", "true", "yes", "on", "y", "t"):
+        raise ArgumentError(
+            f"{_FSDP} is set, as accelerate launch does for a configuration with FSDP, so from_pretrained "
+            "leaves values out on some ranks for FSDP to fill in, and two systems cannot shard one model; "
+            "choose no FSDP in accelerate config, or start the script with torchrun"
+        )
+    for name, module in model.named_modules():
+        if (problem := _spread(module)) is not None:
+            raise ArgumentError(f"{name or 'the model'} {problem}")
+
+
+def _spread(module: nn.Module) -> str | None:
+    own = vars(module)
+    if isinstance(mesh := own.get("_device_mesh"), DeviceMesh) and mesh.size() > 1:
+        sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)
+        spread = ", ".join(f"{name}={size}" for name, size in sizes if size > 1)
+        return (
+            f"was loaded with tp_plan or distributed_config, which spread it over ranks ({spread}); load it "
+            "without these arguments, because shard spreads it"
+        )
+    device_map = own.get("hf_device_map")
+    if isinstance(device_map, Mapping):
+        devices = list(dict.fromkeys(map(_device_name, device_map.values())))
+        if len(devices) > 1 or "disk" in devices:
+            return (
+                f"was loaded with a device_map over {', '.join(devices)}, but each rank of data parallel "
+                "training has one device; leave device_map out or give it one device, or load the model "
+                "with fcdp_compile.load_pretrained if it is too large for one device"
+            )
+    if _offloads(own.get("_hf_hook")):
+        return (
+            "is offloaded by Accelerate, whose hooks bring values to the device only while it computes; call "
+            "accelerate.hooks.remove_hook_from_submodules(model), or do not offload the model, because fcdp "
+            "moves parameters itself"
+        )
+    return None
+
+
+def _device_name(device: Any) -> str:
+    """One name for a device that a map may give as a number, a text or a torch.device."""
+    name = f"cuda:{device}" if isinstance(device, int) else str(device)
+    return "cuda:0" if name == "cuda" else name
+
+
+def _offloads(hook: Any) -> bool:
+    """Whether a hook of Accelerate, or one of several in a SequentialHook, offloads."""
+    return any(getattr(h, "offload", False) for h in (hook, *getattr(hook, "hooks", ())))

@@ -9,6 +9,7 @@ FCDP (Park et al.).
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.strategy.choices import Cache, GradientOn, Life, Scope
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
-from fcdp_compile.strategy.paro import PARO, why_no_paro
 from fcdp_compile.suggestion import did_you_mean
 
 _PLAIN = (Format.FULL, Format.FULL, Algorithm.HIERARCHICAL)
@@ -378,3 +378,19 @@ def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:
                 )
     given = [m for m in MODIFIERS if m in modifiers]
     return replace(preset, name="+".join([preset.name, *given]), **chosen)
+
+
+PARO = re.compile(r"paro-([nig]{3})(?=\+|$)", re.IGNORECASE)
+"""A name with one letter each for the scope of parameters, of gradients and of optimizer states."""
+
+
+def why_no_paro(name: str, code: str) -> str:
+    """Why a code of PaRO is not a preset."""
+    parameters, gradients, states = ("nig".index(scope) for scope in code.lower())
+    for what, scope in (("parameters", parameters), ("gradients", gradients)):
+        if scope > states:
+            return (
+                f"strategy {name!r} shards {what} over more ranks than optimizer states, so a rank would "
+                f"step values whose {what} it does not hold; PaRO's Principle 1 rules it out"
+            )
+    raise AssertionError(f"{name} is valid, but not a preset")

@@ -1,15 +1,41 @@
-"""Hooks of a sharded model before and after the steps of optimizers that own its parameters."""
+"""Hooks of a sharded model before and after the steps of optimizers that own its parameters.
+
+What an optimizer has loaded becomes like what it makes itself: DTensors become home tensors, and whole
+tensors are cut.  `Optimizer.load_state_dict` leaves whole tensors as they are; the next step would mix them
+with DTensors and fail.  torch 2.13's `set_optimizer_state_dict` cuts them itself, except those of scalar
+parameters, which it takes for step counts.
+
+torch chooses its list implementation (`foreach`) by the exact class of the parameters, and steps
+parameters of other classes one by one, at three times the cost.  If the user has chosen nothing, fcdp sets
+`foreach=True` in the parameter groups while the optimizer steps; afterwards a group, and its saved state,
+is as before.  The results have the bits of a model that is not sharded.  torch uses lists for plain CUDA
+parameters, too.  It steps plain CPU parameters one by one, but most optimizers compute the same bits with
+lists.  `fused=True` is faster still, but rounds in another way, so only users choose it.
+"""
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    NAdam,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -18,12 +44,15 @@ from torch.optim.optimizer import (
 
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.params.home_shard import REPLACED, HomeShard
+from fcdp_compile.params.home_tensor import HomeTensor
+from fcdp_compile.params.mesh import Topology
 from fcdp_compile.params.seals.seal import refuse_capture
+from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.buckets.validity import Validity
+from fcdp_compile.runtime.collectives.agreement import same_tensors
+from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
-from fcdp_compile.runtime.optimizers.loads import OptimizerLoads
-from fcdp_compile.runtime.optimizers.steps import OptimizerSteps
 from fcdp_compile.runtime.parameters.record import ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
 
@@ -187,3 +216,154 @@ def _hook(
             act(live, optimizer)
 
     return hook
+
+
+log = logging.getLogger(__name__)
+
+_WITH_LISTS = (Adadelta, Adagrad, Adam, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD)
+"""The optimizers that use lists by default if they can; AdamW is a subclass of Adam."""
+
+_WITH_OTHER_BITS = (ASGD, NAdam, RAdam)
+"""The optimizers whose lists round in another way than their loop."""
+
+
+class OptimizerSteps:
+    """Turns on `foreach` for parameter groups during an optimizer's step, and measures the bytes it sends."""
+
+    def __init__(self, topology: Topology) -> None:
+        mesh = topology.home_mesh
+        self._all_ranks = None if mesh is None else all_ranks_of(mesh)
+        self._is_first = topology.node == topology.place == 0
+        self._chosen: list[dict[str, Any]] = []
+        self._sent_before = 0
+        self._has_warned = False
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Before a step: turn on `foreach` for groups with home shards for which the user has not chosen."""
+        self.end()  # after a step that raised
+        if isinstance(optimizer, _WITH_LISTS):
+            everywhere = not isinstance(optimizer, _WITH_OTHER_BITS)
+            self._chosen = [g for g in optimizer.param_groups if _may_choose(g, everywhere)]
+            for group in self._chosen:
+                group["foreach"] = True
+        if self._all_ranks is not None:
+            self._sent_before = self._all_ranks.sent_bytes
+
+    def end(self) -> None:
+        """After a step: restore the groups."""
+        for group in self._chosen:
+            group["foreach"] = None
+        self._chosen = []
+
+    def report(self, optimizer: Optimizer) -> None:
+        """Warn once of a step that sent much between nodes."""
+        if self._all_ranks is None or self._has_warned or not self._is_first:
+            return
+        sent = self._all_ranks.sent_bytes - self._sent_before
+        stepped = sum(p.nbytes for g in optimizer.param_groups for p in g["params"])
+        if 10 * sent > stepped:
+            self._has_warned = True
+            log.warning(
+                "%s communicates in its step: it sent %d bytes from each node to others, %.1f times the "
+                "bytes of its parameters (docs/optimizers.md has a table of optimizers)",
+                type(optimizer).__name__,
+                sent,
+                sent / stepped,
+            )
+
+
+def _may_choose(group: dict[str, Any], everywhere: bool) -> bool:
+    if group.get("foreach", False) is not None or group.get("fused"):
+        return False
+    # With these torch refuses lists.
+    settings = [group["lr"], *group.get("betas", ())]
+    if group.get("differentiable") or any(isinstance(value, Tensor) for value in settings):
+        return False
+    homes = [p for p in group["params"] if isinstance(p, HomeShard)]
+    return bool(homes) and (everywhere or homes[0].device.type != "cpu")
+
+
+class OptimizerLoads:
+    """The optimizers that step a model's parameters; each is checked once, and after each load."""
+
+    def __init__(self, collectives: Collectives, records: Records) -> None:
+        self._collectives = collectives
+        self._records = records
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Cut the tensors that the optimizer has loaded, now and after each later load."""
+        if optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        me = weakref.ref(self)
+
+        def loaded(optimizer: Optimizer) -> None:
+            if (alive := me()) is not None:
+                alive._cut(optimizer)
+
+        optimizer.register_load_state_dict_post_hook(loaded)
+        self._cut(optimizer)
+
+    def _cut(self, optimizer: Optimizer) -> None:
+        """Raises: PlanMismatchError or FcdpError on every rank if ranks have loaded different tensors."""
+        mine = self._records.by_parameter()
+        for _, parameter, state in _states(optimizer):
+            if id(parameter) not in mine:
+                continue
+            for key, value in state.items():
+                # A pickled one has a mesh of its own, and DTensor's own ops know nothing of home nodes.
+                if type(value) is DTensor and value.device_mesh == parameter.device_mesh:
+                    state[key] = _home_tensor(value.to_local(), value, parameter)
+        found = [each for each in _whole(optimizer) if id(each[1]) in mine]
+        if not found:
+            return
+        same_tensors(
+            self._collectives,
+            "loads whole tensors into an optimizer",
+            {f"{key} of parameter {i}": value for i, _, key, value in found},
+        )
+        for _, parameter, key, value in found:
+            part = parameter.part_of(value).clone(memory_format=torch.contiguous_format)
+            optimizer.state[parameter][key] = _home_tensor(part, parameter, parameter)
+
+
+def _home_tensor(local: Tensor, like: DTensor, parameter: HomeShard) -> HomeTensor:
+    made = DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    adopted: HomeTensor = HomeTensor.adopt(made)
+    return adopted
+
+
+def _states(optimizer: Optimizer) -> list[tuple[int, HomeShard, dict[str, Any]]]:
+    """The states of sharded parameters: the parameter's number, the parameter, its state."""
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    return [
+        (i, p, optimizer.state[p])
+        for i, p in enumerate(owned)
+        if isinstance(p, HomeShard) and p in optimizer.state
+    ]
+
+
+def _whole(optimizer: Optimizer) -> Iterator[tuple[int, HomeShard, str, Tensor]]:
+    """The plain tensors that a sharded parameter's state has whole: number, parameter, key and tensor."""
+    states = _states(optimizer)
+    # A scalar's step count has the shape of the scalar, too: other parameters tell which keys hold moments.
+    moments = {
+        key
+        for _, p, state in states
+        if p.dim()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == p.shape
+    }
+    for i, p, state in states:
+        for key, value in state.items():
+            is_moment = key in moments if moments else key != "step"
+            if is_moment and type(value) is Tensor and value.shape == p.shape:
+                yield i, p, key, value

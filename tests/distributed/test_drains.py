@@ -31,7 +31,7 @@ _READERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__"
 """Methods of a tensor that make the Python thread wait for a device."""
 
 _OF_THE_HOST = {
-    ("word_of_all.py", "finish"),  # words of an agreement
+    ("collectives.py", "finish"),  # words of an agreement
     ("program.py", "_stamped"),  # the generations that a forward hands to its backward
 }
 """Functions that read only tensors that are always on the host."""

@@ -16,7 +16,7 @@ from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Plan, Schedule, Step, Variant
 from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.plan.whole_step import drain_begins, of_one_step, whole_step
-from fcdp_compile.runtime.graph_order import drain
+from fcdp_compile.runtime.program import drain
 from fcdp_compile.simulator import simulate
 
 MACHINE = Machine(

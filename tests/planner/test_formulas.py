@@ -13,7 +13,7 @@ from builders_planner import make_job, make_profile
 from fcdp_compile.cluster.plan_request import PACKED_FORMATS, PackedFormat
 from fcdp_compile.plan import Bucket, Kind, Placement, Tier
 from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
-from fcdp_compile.planner.packed import PackedLinear
+from fcdp_compile.planner.source import PackedLinear
 from fcdp_compile.planner.traced import Inputs
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
 from fcdp_compile.strategy.formats import Format

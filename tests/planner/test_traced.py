@@ -36,7 +36,7 @@ from fcdp_compile.planner import (
     trace,
     traced_model,
 )
-from fcdp_compile.planner.packed import PackedLinear
+from fcdp_compile.planner.source import PackedLinear
 from fcdp_compile.planner.traced import TRACED_BATCH, Inputs
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy import Strategy

@@ -16,7 +16,7 @@ from torch import Tensor
 from fcdp_compile.errors import LostRankError
 from fcdp_compile.ranks import waiting
 from fcdp_compile.ranks.waiting import Wait, finish
-from fcdp_compile.runtime.collectives.word_of_all import Telling
+from fcdp_compile.runtime.collectives.collectives import Telling
 
 
 class Work:

@@ -19,8 +19,8 @@ from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
 from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.collectives import Telling
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.collectives.word_of_all import Telling
 from fcdp_compile.runtime.exposure import Exposure
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.pending import Pending

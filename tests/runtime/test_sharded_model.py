@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
-from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.runtime.collectives.word_of_all import Telling
+from fcdp_compile.runtime.collectives.collectives import Collectives, Telling
 from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import calls_dispatch_of_subclasses
 from tests.streams.programs import four_ranks
