@@ -48,7 +48,7 @@ from fcdp_compile.plan.cost import MACHINES, Link, Machine
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.simulator import simulate
 from fcdp_compile.strategy import PRESETS
 from fcdp_compile.strategy.formats import Format

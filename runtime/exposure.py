@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fcdp_compile.devices import Device
 from fcdp_compile.runtime.lanes.marks import Mark, clock_of
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 
 Waits = list[tuple[Mark, Mark]]
 """The beginnings and ends of waits."""

@@ -27,7 +27,7 @@ from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.collectives.agreement import About, same_act
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.parameters.record import Records
 from fcdp_compile.strategy.formats import Format

@@ -20,7 +20,7 @@ from fcdp_compile.plan.kinds import FETCHES, REDUCING
 from fcdp_compile.plan.whole_step import drain_begins
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import Question
-from fcdp_compile.runtime.lanes.pending import Pending, passed_on
+from fcdp_compile.runtime.lanes.tasks import Pending, passed_on
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.torch_compat import MemoryLayout
 

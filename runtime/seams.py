@@ -22,7 +22,7 @@ from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 
 Event = tuple[str, Direction, Variant]
 """The run of a program, equal on all ranks: the digest of its plan, and the schedule that it follows."""

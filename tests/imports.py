@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 ROOMS = (
-    *("errors", "suggestion", "extras", "torch_compat"),
+    *("errors", "extras", "torch_compat"),
     *(
         "strategy",
         "devices",

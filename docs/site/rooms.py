@@ -16,7 +16,7 @@ from tests.imports import ROOMS, all_imports, is_late, room_of
 
 PICTURE = Path(__file__).resolve().parents[1] / "pictures" / "rooms.svg"
 _WIDTH, _THIN, _HEIGHT, _GAP, _BETWEEN, _WIDE = 108, 4, 30, 20, 46, 760
-_PLAIN = ("errors", "suggestion", "extras", "torch_compat")
+_PLAIN = ("errors", "extras", "torch_compat")
 """Modules that every room may use; their arrows would say nothing."""
 _STYLE = """
 text { font: 13px system-ui, sans-serif; text-anchor: middle; fill: #1c2330 }

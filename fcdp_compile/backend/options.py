@@ -10,9 +10,8 @@ from typing import Any
 
 from fcdp_compile.cluster.profile import read_profile
 from fcdp_compile.cluster.quantities import parse_bytes
-from fcdp_compile.errors import ArgumentError, ProfileError
+from fcdp_compile.errors import ArgumentError, ProfileError, did_you_mean
 from fcdp_compile.plan.cost import MACHINES, Machine, assumed_machine, machine_from
-from fcdp_compile.suggestion import did_you_mean
 
 _RECORDED_RUNS = 3  # with fewer, one disturbed run could decide the median
 _MAX_RECORDED_RUNS = 1000  # a thousand steps fill 40 MB

@@ -12,6 +12,6 @@ finding the rows that two layouts share, is a few lines of arithmetic: `cuts`.  
 
 Modules: `tree` values as JSON · `record` checkpoint.json · `contents` everything to save · `disk` files,
 in an order that survives being killed · `saving` with the protocol between ranks · `blocks` reads that are
-verified · `cuts` which rows a rank writes and needs · `comparing` · `loading` · `optimizers` and `rng` both
+verified · `cuts` which rows a rank writes and needs · `comparing` · `loading` · `optimizers` both
 ways.
 """

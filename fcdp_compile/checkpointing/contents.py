@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,8 +17,7 @@ from fcdp_compile.checkpointing.format.marks import mark_of
 from fcdp_compile.checkpointing.format.record import CutTensor, LeftOut
 from fcdp_compile.checkpointing.format.tree import Encoded, encode
 from fcdp_compile.checkpointing.optimizers import class_of, parts_of
-from fcdp_compile.checkpointing.rng import rng_state
-from fcdp_compile.devices import Device
+from fcdp_compile.devices import Device, device_of
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.quantised.weight import quantised_weights
@@ -212,3 +213,30 @@ def extra_states(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in root.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"model.{name} (extra state)", module
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """Return the state of every generator, as a value that a checkpoint can hold.
+
+    device: the model's; if it is a GPU, its generator is included.
+    """
+    version, words, gauss = random.getstate()
+    own = device_of(device)
+    return {
+        "torch": torch.get_rng_state(),
+        own.kind: own.rng_state(),
+        # Python's state is 625 numbers, which take less room as an array.
+        "python": {"version": version, "words": np.array(words, np.uint32), "gauss": gauss},
+        "numpy": np.random.get_state(legacy=False),
+    }
+
+
+def set_rng_state(saved: dict[str, Any], device: torch.device) -> None:
+    """Set the generators to states of `rng_state`; a GPU's only if one was saved and the model is on one."""
+    torch.set_rng_state(saved["torch"])
+    own = device_of(device)
+    if (state := saved.get(own.kind)) is not None:
+        own.set_rng_state(state)
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    np.random.set_state(saved["numpy"])

@@ -28,6 +28,7 @@ from fcdp_compile.checkpointing.contents import (
     parameter_names,
     persistent_buffers,
     plain_tensors,
+    set_rng_state,
 )
 from fcdp_compile.checkpointing.format.blocks import DataFiles, FileBlock
 from fcdp_compile.checkpointing.format.cuts import Slab, slabs
@@ -35,7 +36,6 @@ from fcdp_compile.checkpointing.format.record import TORCH_DTYPES, CheckpointRec
 from fcdp_compile.checkpointing.format.tree import TensorReference, decode
 from fcdp_compile.checkpointing.optimizers import put_back
 from fcdp_compile.checkpointing.progress import Bar, bar, need_bar
-from fcdp_compile.checkpointing.rng import set_rng_state
 from fcdp_compile.checkpointing.saving import end_of_saves, refuse_whole
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.files.safetensors_header import Stored
@@ -43,8 +43,8 @@ from fcdp_compile.params.home_shard import as_dtensor
 from fcdp_compile.params.packing import block_of
 from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.quantised.weight import quantised_weights
-from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.ranks.messages import together
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.sharding.shard import model_of, state_of

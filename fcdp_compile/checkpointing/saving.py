@@ -43,8 +43,8 @@ from fcdp_compile.errors import CheckpointError
 from fcdp_compile.files.safetensors_writer import TensorMeta
 from fcdp_compile.files.text_diff import text_diff
 from fcdp_compile.params.mesh import Topology, new_control_group
-from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.ranks.messages import together
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.sharding.shard import model_of, state_of

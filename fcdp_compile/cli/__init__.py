@@ -15,9 +15,8 @@ from typing import NoReturn, Protocol
 import fcdp_compile
 from fcdp_compile.cli import dump, plan, probe, simulate, strategies
 from fcdp_compile.cli.answer import Answer
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import FcdpError, did_you_mean
 from fcdp_compile.files.json_records import one_line
-from fcdp_compile.suggestion import did_you_mean
 
 
 class _Command(Protocol):

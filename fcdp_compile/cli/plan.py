@@ -10,8 +10,8 @@ import importlib
 
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cluster.model_table import MODELS
-from fcdp_compile.cluster.plan_request import DTYPES, PACKED_FORMATS
 from fcdp_compile.cluster.profile import CLUSTERS
+from fcdp_compile.cluster.requests import DTYPES, PACKED_FORMATS
 from fcdp_compile.strategy import Strategy
 
 SUMMARY = "rank the strategies for a model on a cluster, without weights or the cluster"

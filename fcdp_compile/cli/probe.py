@@ -14,9 +14,9 @@ from typing import Any
 
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.tables.probe import format_profile
-from fcdp_compile.cluster.probe_request import LEAST_BYTES, ProbeOutcome, ProbeRequest
 from fcdp_compile.cluster.profile import profile_to_json
 from fcdp_compile.cluster.quantities import parse_bytes, parse_bytes_per_s
+from fcdp_compile.cluster.requests import LEAST_BYTES, ProbeOutcome, ProbeRequest
 from fcdp_compile.errors import FcdpError
 
 SUMMARY = "measure this cluster: is the host faster than your network?"

@@ -7,8 +7,8 @@ import importlib
 
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.plan import add_job_arguments, whole
-from fcdp_compile.cluster.plan_request import Sweep
 from fcdp_compile.cluster.quantities import parse_bytes_per_s
+from fcdp_compile.cluster.requests import Sweep
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.simulator.conditions import Conditions
 from fcdp_compile.simulator.rings import Collectives

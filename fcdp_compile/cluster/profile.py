@@ -11,10 +11,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
-from fcdp_compile.errors import FcdpError, ProfileError
+from fcdp_compile.errors import FcdpError, ProfileError, did_you_mean
 from fcdp_compile.files.json_records import LATER, RecordFormat, fail
 from fcdp_compile.plan.cost import Link, Machine
-from fcdp_compile.suggestion import did_you_mean
 
 SCHEMA = "fcdp.cluster/1"
 

@@ -34,9 +34,8 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.inner_cut import whole_of
 from fcdp_compile.params.packing import take_boxes
 from fcdp_compile.params.seals.fingerprint import fingerprint
-from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
-from fcdp_compile.ranks.messages import broadcast_first
+from fcdp_compile.ranks.messages import broadcast_first, together
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.shard import model_of, state_of
 from fcdp_compile.torch_compat import storage_id

@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fcdp_compile.devices.cpu import Cpu
 from fcdp_compile.devices.cuda import Cuda
-from fcdp_compile.devices.interface import Device, Event, Stream, StreamDevice
+from fcdp_compile.devices.interface import Cpu, Device, Event, Stream, StreamDevice
 
 __all__ = [
     "Cpu",

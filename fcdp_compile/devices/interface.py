@@ -1,4 +1,4 @@
-"""The interface between the runtime and a device."""
+"""The interface between the runtime and a device, and the host as a device."""
 
 from __future__ import annotations
 
@@ -191,3 +191,24 @@ class StreamDevice(Device):
     @abstractmethod
     def record(self, *, is_timed: bool = False) -> Event:
         """Record an event after all work that this thread's current stream has been given so far."""
+
+
+class Cpu(Device):
+    """The host itself."""
+
+    kind = "cpu"
+    backends = "gloo"
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+
+    @classmethod
+    def of(cls, torch_device: torch.device) -> Device:
+        return cls()
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return True
+
+    def total_bytes(self) -> int | None:
+        return None

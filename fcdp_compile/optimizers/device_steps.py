@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fcdp_compile.devices import Device
-from fcdp_compile.optimizers.state_buckets import StateBucket
-from fcdp_compile.optimizers.state_kinds import StateKinds, unhooked_step
+from fcdp_compile.optimizers.states import StateBucket, StateKinds, unhooked_step
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 
 
 class DeviceSteps:

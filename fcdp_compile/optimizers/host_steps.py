@@ -24,15 +24,14 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from fcdp_compile.devices import Device
 from fcdp_compile.optimizers.device_steps import stepping
-from fcdp_compile.optimizers.state_buckets import StateBucket, held_by, part_of
-from fcdp_compile.optimizers.state_kinds import StateKinds, unhooked_step
+from fcdp_compile.optimizers.states import StateBucket, StateKinds, held_by, part_of, unhooked_step
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.params.seals.fingerprint import fingerprints
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.buckets.validity import read
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.torch_compat import copy_all
 
 _PARAMETER, _GRADIENT = "fcdp::parameter", "fcdp::gradient"

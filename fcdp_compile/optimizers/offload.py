@@ -16,9 +16,13 @@ from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.optimizers.combine import Combined
 from fcdp_compile.optimizers.device_steps import DeviceSteps, stepping
 from fcdp_compile.optimizers.host_steps import HostSteps
-from fcdp_compile.optimizers.state_buckets import StateBucket
-from fcdp_compile.optimizers.state_kinds import KindsOfStates, StateKinds, unhooked_step
-from fcdp_compile.optimizers.state_memory import StateMemory
+from fcdp_compile.optimizers.states import (
+    KindsOfStates,
+    StateBucket,
+    StateKinds,
+    StateMemory,
+    unhooked_step,
+)
 from fcdp_compile.params.home_shard import key_of
 from fcdp_compile.params.registry import owner_of
 from fcdp_compile.runtime.collectives.agreement import same_act

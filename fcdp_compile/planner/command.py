@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fcdp_compile.cluster.plan_request import DTYPES, Sweep
 from fcdp_compile.cluster.profile import find_profile
+from fcdp_compile.cluster.requests import DTYPES, Sweep
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.planner import traced_model
 from fcdp_compile.planner.job import Job

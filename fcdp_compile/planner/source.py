@@ -25,15 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.cluster.model_table import MODELS
-from fcdp_compile.cluster.plan_request import PACKED_FORMATS, PackedFormat
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.cluster.requests import PACKED_FORMATS, PackedFormat
+from fcdp_compile.errors import FcdpError, did_you_mean
 from fcdp_compile.extras import require
 from fcdp_compile.passes import partition
 from fcdp_compile.planner import traced
 from fcdp_compile.planner.traced import Build, Inputs, first_line
 from fcdp_compile.quantised.interface import Parts, Recipe
 from fcdp_compile.quantised.weight import QuantisedWeight
-from fcdp_compile.suggestion import did_you_mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ from fcdp_compile.pretrained.folder import open_checkpoint, refuse
 from fcdp_compile.pretrained.match import Assignment, Matched, in_reading_order, match, told
 from fcdp_compile.pretrained.rows import is_local
 from fcdp_compile.pretrained.source import Files, Source
-from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.ranks.messages import together
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.sharding.shard import model_of, state_of

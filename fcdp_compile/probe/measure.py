@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from fcdp_compile.cluster.free_memory import total_bytes
 from fcdp_compile.cluster.link_fit import Timed, fit_link
-from fcdp_compile.cluster.probe_request import LEAST_BYTES, ProbeOutcome, ProbeRequest
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, Sample, write_profile
+from fcdp_compile.cluster.requests import LEAST_BYTES, ProbeOutcome, ProbeRequest
 from fcdp_compile.devices import Device, StreamDevice, current_device
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.params.mesh import Topology, make_mesh, topology_of

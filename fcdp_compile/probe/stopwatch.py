@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from fcdp_compile.cluster.link_fit import Timed
 from fcdp_compile.devices import Device
 from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 
 _LEAST_S = 0.04
 """The duration of a row of short runs: ranks begin up to a millisecond apart (Gloo), and if they share cores,

@@ -20,12 +20,12 @@ from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.probe.stopwatch import Run, Stopwatch
-from fcdp_compile.ranks.all_or_none import together
+from fcdp_compile.ranks.messages import together
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 
 T = TypeVar("T")
 

@@ -7,9 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 
 from torch import nn
 
-from fcdp_compile.errors import ArgumentError
+from fcdp_compile.errors import ArgumentError, did_you_mean
 from fcdp_compile.strategy import Strategy
-from fcdp_compile.suggestion import did_you_mean
 
 
 def chosen_strategy(strategy: str | Strategy, reshard_after_forward: bool | int | None) -> Strategy:

@@ -15,8 +15,8 @@ from fcdp_compile.params.inner_cut import InnerTensor, local_part
 from fcdp_compile.params.mesh import everyone_ranks
 from fcdp_compile.params.packing import rows_of
 from fcdp_compile.params.seals.fingerprint import fingerprint
-from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.ranks.messages import together
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.optimizers.hooks import WholeParameter
 from fcdp_compile.runtime.parameters.record import ParamRecord

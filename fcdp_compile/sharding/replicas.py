@@ -1,4 +1,4 @@
-"""Make sure that every rank is about to shard the same model."""
+"""Make sure that every rank is about to shard the same model, on a GPU of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fcdp_compile.devices import Device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.files.text_diff import text_diff
 from fcdp_compile.params.inner_cut import InnerCut, described, local_part
@@ -17,7 +18,7 @@ from fcdp_compile.params.seals.fingerprint import fingerprint
 from fcdp_compile.quantised.weight import quantised_weights
 from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.ranks.messages import broadcast_first
-from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.collectives import Collectives, are_blocking
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.refusals import Dtypes, warn_of_no_frozen, warn_of_torch
@@ -139,3 +140,31 @@ def _take_first(
         with torch.no_grad():
             tensor.detach().copy_(on_host)
     return [name for name, _ in differing]
+
+
+def agree_on_gpus(topology: Topology, collectives: Collectives, device: Device) -> int | None:
+    """The bytes of the smallest GPU of all ranks; None without GPUs.  All ranks must call this.
+
+    All ranks plan for the smallest GPU, so that they place the same buckets on the device.
+
+    Raises: ValueError on every rank if NCCL would have to connect ranks that use the same GPU.
+    """
+    if topology.ranks > 1 and topology.device_type == "cpu":
+        return None
+    # The index does not tell: each rank may see another GPU as its only one (CUDA_VISIBLE_DEVICES).
+    mine = device.identity()
+    rank = dist.get_rank() if topology.ranks > 1 else 0
+    texts = collectives.exchange_texts(
+        "" if mine is None else f"{mine} {device.total_bytes()} {rank}"
+    )
+    # In groups that only echo, all texts are this rank's own.
+    found = [text.split() for text in dict.fromkeys(texts) if text]
+    uuids = [uuid for uuid, *_ in found]
+    shared = next((uuid for uuid in uuids if uuids.count(uuid) > 1), None)
+    if shared is not None and not are_blocking(topology, device):
+        count = uuids.count(shared)
+        raise ArgumentError(
+            f"{count} ranks use one GPU ({shared}), which NCCL does not connect; call torch.cuda.set_device "
+            "with LOCAL_RANK before the model is moved to the GPU, and start as many ranks as a node has GPUs"
+        )
+    return min((int(size) for _, size, _ in found), default=None)

@@ -38,7 +38,6 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.sharding.assignment import adapted, assign, chosen_strategy
-from fcdp_compile.sharding.gpus import agree_on_gpus
 from fcdp_compile.sharding.homes import (
     check_inner_dims,
     check_offload,
@@ -55,7 +54,7 @@ from fcdp_compile.sharding.refusals import (
     dtypes_of_statistics,
     ignore,
 )
-from fcdp_compile.sharding.replicas import agree_on_model
+from fcdp_compile.sharding.replicas import agree_on_gpus, agree_on_model
 from fcdp_compile.sharding.sharded_class import (
     STATE,
     ModuleState,

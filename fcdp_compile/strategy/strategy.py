@@ -13,11 +13,10 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fcdp_compile.errors import ArgumentError
+from fcdp_compile.errors import ArgumentError, did_you_mean
 from fcdp_compile.strategy.choices import Cache, GradientOn, Life, Scope
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
-from fcdp_compile.suggestion import did_you_mean
 
 _PLAIN = (Format.FULL, Format.FULL, Algorithm.HIERARCHICAL)
 _FORMATS = {

@@ -78,13 +78,13 @@ from fcdp_compile.torch_compat.graphs import without_code as without_code
 from fcdp_compile.torch_compat.placements import NodeShard as NodeShard
 from fcdp_compile.torch_compat.placements import matrices_in as matrices_in
 from fcdp_compile.torch_compat.placements import one_run_only as one_run_only
-from fcdp_compile.torch_compat.storages import Sanitizer as Sanitizer
-from fcdp_compile.torch_compat.storages import cuda_sanitizer as cuda_sanitizer
-from fcdp_compile.torch_compat.storages import storage_id as storage_id
-from fcdp_compile.torch_compat.storages import storage_uses as storage_uses
 from fcdp_compile.torch_compat.tensors import MemoryLayout as MemoryLayout
+from fcdp_compile.torch_compat.tensors import Sanitizer as Sanitizer
 from fcdp_compile.torch_compat.tensors import WrapperTensor as WrapperTensor
 from fcdp_compile.torch_compat.tensors import copy_all as copy_all
+from fcdp_compile.torch_compat.tensors import cuda_sanitizer as cuda_sanitizer
+from fcdp_compile.torch_compat.tensors import storage_id as storage_id
+from fcdp_compile.torch_compat.tensors import storage_uses as storage_uses
 
 DispatchMode = TorchDispatchMode
 NormWithStatistics = _NormBase

@@ -28,7 +28,7 @@ from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.lanes import range_name, tensor_of
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.strategy import Cache, Life
 from fcdp_compile.strategy.formats import Format
 

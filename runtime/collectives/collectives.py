@@ -21,24 +21,21 @@ from fcdp_compile.plan.kinds import INTER_KINDS
 from fcdp_compile.plan.reduction import all_reduce_bytes
 from fcdp_compile.ranks.messages import broadcast_first, gather_at_once, gather_objects
 from fcdp_compile.ranks.waiting import Wait, finish
-from fcdp_compile.runtime.collectives.channel import Channel
-from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, Counters
-from fcdp_compile.runtime.collectives.gathers import (
+from fcdp_compile.runtime.collectives.bodies import (
+    all_reduce,
     gather_encoded,
     gather_own,
     gather_parts,
     gather_rest,
-)
-from fcdp_compile.runtime.collectives.quantize import Codec
-from fcdp_compile.runtime.collectives.reductions import (
-    all_reduce,
     reduce_encoded,
     reduce_parts,
     reduce_scatter,
 )
+from fcdp_compile.runtime.collectives.channel import Channel
+from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, Counters
+from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
-from fcdp_compile.runtime.lanes.pending import Pending, passed_on
-from fcdp_compile.runtime.lanes.tasks import Run
+from fcdp_compile.runtime.lanes.tasks import Pending, Run, passed_on
 
 
 class Collectives:

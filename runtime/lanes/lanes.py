@@ -25,10 +25,9 @@ from torch.profiler import record_function
 from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Bucket, Kind, Lane
-from fcdp_compile.runtime.lanes.pending import Pending
 from fcdp_compile.runtime.lanes.stream_lane import StreamLane
 from fcdp_compile.runtime.lanes.stream_order import Ordered, StreamOrder
-from fcdp_compile.runtime.lanes.tasks import Run, TaskLane, within
+from fcdp_compile.runtime.lanes.tasks import Pending, Run, TaskLane, within
 from fcdp_compile.runtime.lanes.thread_lane import ThreadLane
 from fcdp_compile.torch_compat import is_profiling
 

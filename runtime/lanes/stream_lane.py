@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from fcdp_compile.devices import Event, StreamDevice
-from fcdp_compile.runtime.lanes.pending import Done
-from fcdp_compile.runtime.lanes.tasks import Begun, Run
+from fcdp_compile.runtime.lanes.tasks import Begun, Done, Run
 
 
 class OnStream:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from fcdp_compile.plan import Lane
-from fcdp_compile.runtime.lanes.pending import Done
+from fcdp_compile.runtime.lanes.tasks import Done
 
 Clock = Mapping[Lane, int]
 """For each lane, how many of its tasks are done when a task is done."""

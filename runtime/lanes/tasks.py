@@ -1,4 +1,4 @@
-"""The tasks that lanes run, and their ends."""
+"""The tasks that lanes run, and their results, which are on their way."""
 
 from __future__ import annotations
 
@@ -7,7 +7,67 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fcdp_compile.runtime.lanes.pending import Done
+from torch import Tensor
+
+
+class Done(Protocol):
+    """The end of a started task."""
+
+    def order(self) -> None:
+        """Order the caller's next work after the task.
+
+        The caller's current stream waits, or its thread if the device has no streams.  May be called several
+        times, by any thread.
+
+        Raises: whatever the task raised.
+        """
+
+    def passed(self) -> None:
+        """Let go of buffers that are not needed after the task; compute has been ordered after it."""
+
+
+class Pending:
+    """A started transfer or collective: a buffer whose contents are valid once it is done.
+
+    Lanes take `tensor` and `done` to start later tasks; `wait` returns the result to compute on this thread's
+    stream, once.
+
+    is_full: whether a loaded bucket is the whole bucket [G*S], not its node shard [N*S].
+    encoded: the same values as they were sent, if that was in another format.
+    """
+
+    __slots__ = ("_is_waited", "done", "encoded", "is_full", "tensor")
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        *,
+        done: Done | None = None,
+        is_full: bool = False,
+        encoded: Tensor | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self.done = done
+        self.is_full = is_full
+        self.encoded = encoded
+        self._is_waited = False
+
+    def wait(self) -> Tensor:
+        """The result, complete for the next work on this thread's stream."""
+        assert not self._is_waited, "a pending step was waited for twice"
+        self._is_waited = True
+        if self.done is not None:
+            self.done.order()
+            self.done.passed()
+        return self.tensor
+
+
+def passed_on(value: Tensor | Pending) -> Pending:
+    """The result of a step that changes nothing; callers may wait for both it and `value`."""
+    if isinstance(value, Tensor):
+        return Pending(value)
+    return Pending(value.tensor, done=value.done, is_full=value.is_full, encoded=value.encoded)
+
 
 Run = Callable[[], object]
 """A task; it may return a `Begun` if it is not done yet."""

@@ -26,9 +26,8 @@ from traceback import clear_frames
 import torch
 
 from fcdp_compile.devices import Device, StreamDevice
-from fcdp_compile.runtime.lanes.pending import Done
 from fcdp_compile.runtime.lanes.stream_lane import OnStream, StreamLane
-from fcdp_compile.runtime.lanes.tasks import Begun, Run
+from fcdp_compile.runtime.lanes.tasks import Begun, Done, Run
 from fcdp_compile.torch_compat import name_thread
 
 _BEGUN = 1

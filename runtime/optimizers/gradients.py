@@ -29,7 +29,7 @@ from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.lanes.lanes import range_name, tensor_of
-from fcdp_compile.runtime.lanes.pending import Pending, passed_on
+from fcdp_compile.runtime.lanes.tasks import Pending, passed_on
 from fcdp_compile.runtime.optimizers.gradient_marks import Grad, GradientMarks
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.torch_compat import at_end_of_backward

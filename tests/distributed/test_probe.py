@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.cluster.link_fit import Timed
-from fcdp_compile.cluster.probe_request import ProbeOutcome, ProbeRequest
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, find_profile, profile_to_json
+from fcdp_compile.cluster.requests import ProbeOutcome, ProbeRequest
 from fcdp_compile.params.mesh import topology_of
 from fcdp_compile.probe.measure import _device_of, probe
 from fcdp_compile.probe.timings import Probing

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from builders_planner import make_job, make_profile
-from fcdp_compile.cluster.plan_request import PACKED_FORMATS, PackedFormat
+from fcdp_compile.cluster.requests import PACKED_FORMATS, PackedFormat
 from fcdp_compile.plan import Bucket, Kind, Placement, Tier
 from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
 from fcdp_compile.planner.source import PackedLinear

@@ -23,7 +23,7 @@ from builders_planner import (
     make_profile,
     traced,
 )
-from fcdp_compile.cluster.plan_request import PACKED_FORMATS
+from fcdp_compile.cluster.requests import PACKED_FORMATS
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Plan, Variant
 from fcdp_compile.planner import (

@@ -14,8 +14,8 @@ import torch
 from commands import refusal
 from fcdp_compile.cli import main
 from fcdp_compile.cluster.link_fit import Timed
-from fcdp_compile.cluster.probe_request import ProbeRequest
 from fcdp_compile.cluster.profile import Measured, find_profile
+from fcdp_compile.cluster.requests import ProbeRequest
 from fcdp_compile.devices import Cpu, Cuda
 from fcdp_compile.plan.cost import MACHINES, Link
 from fcdp_compile.probe.measure import Findings, profile_of, sizes_up_to

@@ -16,7 +16,7 @@ from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.strategy import Life
 
 HOST = make_bucket(0, [("w", (4, 4))], dtype=("float32", 4), why="host")

@@ -23,7 +23,7 @@ from fcdp_compile.runtime.collectives.collectives import Telling
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.exposure import Exposure
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.strategy import Cache, Strategy
 from fcdp_compile.torch_compat import boxed

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 
 LONG_S = 30.0  # far longer than any task of the tests
 

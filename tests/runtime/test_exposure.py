@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from fcdp_compile.devices.cpu import Cpu
+from fcdp_compile.devices.interface import Cpu
 from fcdp_compile.runtime.exposure import Exposure
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 
 
 class _Slow:

@@ -17,7 +17,7 @@ from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.strategy import Life
 from tests.runtime.cached import GPU, HOST, OTHER, SHARD_BYTES, Cache, make, shard, until_backward
 

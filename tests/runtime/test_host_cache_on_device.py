@@ -12,7 +12,7 @@ from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from tests.runtime.cached import (
     FULL,
     GPU,

@@ -19,8 +19,7 @@ from builders_plan import make_bucket
 from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Kind, Lane
 from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
-from fcdp_compile.runtime.lanes.pending import Pending
-from fcdp_compile.runtime.lanes.tasks import Begun
+from fcdp_compile.runtime.lanes.tasks import Begun, Pending
 from fcdp_compile.torch_compat import every_thread
 from tests.runtime.on_lanes import LONG_S, Gate, start
 

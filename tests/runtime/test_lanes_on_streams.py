@@ -18,7 +18,7 @@ from torch import Tensor
 from fcdp_compile.devices import Cuda
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from tests.runtime.simulated_device import Buffer, Memory, SimulatedDevice
 
 CUDA = torch.device("cuda", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fcdp_compile.runtime.lanes.pending import Pending, passed_on
+from fcdp_compile.runtime.lanes.tasks import Pending, passed_on
 
 
 class Task:

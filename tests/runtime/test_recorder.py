@@ -14,7 +14,7 @@ from builders_plan import make_plan
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
 from fcdp_compile.plan.recording import ScheduleKey
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.recorder import Recorder
 from tests.recorded import assert_causal, assert_in_turn
 from tests.runtime.fake_model import fake_model, program, same_on_all_ranks

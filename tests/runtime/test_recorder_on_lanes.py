@@ -18,8 +18,7 @@ from fcdp_compile.devices import Cpu, Cuda
 from fcdp_compile.plan import Kind, Lane, Step
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.marks import clock_of
-from fcdp_compile.runtime.lanes.pending import Pending
-from fcdp_compile.runtime.lanes.tasks import Begun
+from fcdp_compile.runtime.lanes.tasks import Begun, Pending
 from fcdp_compile.runtime.recorder import Recorder
 from tests.recorded import assert_causal, assert_in_turn
 from tests.runtime.on_lanes import Gate

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fcdp_compile.devices import Cpu
 from fcdp_compile.params.packing import is_narrow
-from fcdp_compile.runtime.collectives import channel, reductions
+from fcdp_compile.runtime.collectives import bodies, channel
 from fcdp_compile.runtime.collectives.channel import Channel
 from fcdp_compile.runtime.lanes.lanes import Scratch
 from fcdp_compile.runtime.lanes.tasks import Begun
@@ -37,7 +37,7 @@ def average(rows: Tensor, patch: pytest.MonkeyPatch) -> Tensor:
     out, send = torch.empty_like(rows[0]), torch.empty(rows.numel(), dtype=rows.dtype)
     wait: Any = None
     over = OnStream(None, len(rows), Cpu(), wait, Scratch(None))
-    assert reductions.reduce_scatter(out, send, over) is None, "waits for nothing"
+    assert bodies.reduce_scatter(out, send, over) is None, "waits for nothing"
     return out
 
 
@@ -90,7 +90,7 @@ def test_gloo_leaves_the_wait_to_whoever_needs_the_result(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
     out, send, wait = torch.zeros(2), torch.arange(4.0), cast(Any, None)
-    left = reductions.reduce_scatter(out, send, Channel(None, 2, Cpu(), wait, Scratch(None)))
+    left = bodies.reduce_scatter(out, send, Channel(None, 2, Cpu(), wait, Scratch(None)))
     assert isinstance(left, Begun)
     assert out.tolist() == [0.0, 0.0]
     left.finish()

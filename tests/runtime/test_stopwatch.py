@@ -13,7 +13,7 @@ from fcdp_compile.cluster.link_fit import Timed
 from fcdp_compile.devices import Cpu
 from fcdp_compile.probe.stopwatch import Stopwatch
 from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 
 CPU = Cpu()
 

@@ -20,7 +20,7 @@ from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
 from tests.builders_plan import make_bucket
 from tests.device.checked import CheckedDevice
 from tests.runtime.simulated_device import SimulatedDevice

@@ -44,7 +44,7 @@ MODULES = (
     "lanes.stream_lane",
     "lanes.thread_lane",
     "lanes.stream_order",
-    "lanes.pending",
+    "lanes.tasks",
     "lanes.lanes",
     "collectives.channel",
     "collectives.collectives",

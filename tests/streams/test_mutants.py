@@ -19,7 +19,7 @@ EXPLAINED = {
 AT_ONCE = (
     "lanes.stream_lane.OnStream.order",
     "lanes.stream_lane.StreamLane._issue",
-    "lanes.pending.Pending.wait",
+    "lanes.tasks.Pending.wait",
     "lanes.lanes.Lanes.start",
 )
 """Functions that every program needs, also a program that fails."""

@@ -23,13 +23,17 @@ from fcdp_compile.devices import device_of
 from fcdp_compile.plan import Lane
 from fcdp_compile.ranks.waiting import Wait
 from fcdp_compile.runtime.cache.pinned import PinnedPool
+from fcdp_compile.runtime.collectives.bodies import (
+    all_reduce,
+    gather_encoded,
+    gather_own,
+    reduce_encoded,
+    reduce_scatter,
+)
 from fcdp_compile.runtime.collectives.channel import Channel
-from fcdp_compile.runtime.collectives.gathers import gather_encoded, gather_own
 from fcdp_compile.runtime.collectives.quantize import Codec
-from fcdp_compile.runtime.collectives.reductions import all_reduce, reduce_encoded, reduce_scatter
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
-from fcdp_compile.runtime.lanes.tasks import Run
+from fcdp_compile.runtime.lanes.tasks import Pending, Run
 from fcdp_compile.strategy.formats import CODINGS, Format
 
 _ELEMENTS, _QUICK_ELEMENTS = 1 << 24, 1 << 12

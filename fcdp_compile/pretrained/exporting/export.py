@@ -42,8 +42,8 @@ from fcdp_compile.pretrained.exporting.copies import ModelTensors
 from fcdp_compile.pretrained.exporting.kinds import Saver, kind_of
 from fcdp_compile.pretrained.exporting.whole_values import WholeValues
 from fcdp_compile.pretrained.huggingface import is_library_save, is_transformers_model
-from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.ranks.messages import together
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.folder_argument import refuse_nameless, refuse_swapped

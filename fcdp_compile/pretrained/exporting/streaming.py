@@ -31,8 +31,8 @@ from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.pretrained.exporting.copies import ModelTensors
 from fcdp_compile.pretrained.exporting.kinds import reader_of
 from fcdp_compile.pretrained.exporting.whole_values import GatheredValues
-from fcdp_compile.ranks.all_or_none import together
 from fcdp_compile.ranks.differences import first_other
+from fcdp_compile.ranks.messages import together
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.sharding.shard import model_of, state_of

@@ -1,30 +1,127 @@
-"""The states of some parameters, together on one slab of host memory between steps.
+"""The states of optimizers that wait on the host: which kinds, in which buckets, on whose memory.
 
     host     [exp_avg of p0 | exp_avg_sq of p0 | exp_avg of p1 | …]   one slab, bytes
                  │ load (one copy)                      ▲ store (one copy)
     device   the same bytes while the optimizer steps p0, p1, …
 
-The tensors in the optimizer's `state` stay the same objects: only their memory moves.
-"""
+The tensors in the optimizer's `state` stay the same objects: only their memory moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from fcdp_compile.optimizers.state_kinds import StateKinds, is_like
+from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.params.home_shard import HomeShard
 from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.plan import Kind
+from fcdp_compile.ranks.messages import together
+from fcdp_compile.runtime.cache.host_budget import HostMemory
+from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.runtime.lanes.pending import Pending
+from fcdp_compile.runtime.lanes.tasks import Pending
+from fcdp_compile.runtime.model import ShardedModel
+
+StateKinds = Mapping[str, torch.dtype]
+"""The states of a parameter that have its shape: each state's name and dtype."""
+
+_SIDE = 64
+"""Sides of the small tensor; libraries quantise the states of tensors of 4096 elements and more."""
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The `step` of an optimizer's class as a function of the optimizer, without torch's hooks."""
+    step: Any = type(optimizer).step
+    found: Callable[..., Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return found
+
+
+class KindsOfStates:
+    """The states that one optimizer keeps, found once for each kind of parameter.
+
+    device: where it steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._device = device
+        self._found: dict[Any, StateKinds] = {}
+
+    def of(self, parameter: Tensor, group: dict[str, Any]) -> StateKinds:
+        """The states of a parameter of this group.
+
+        Raises: ArgumentError if the optimizer cannot step some of its parameters at a time, or if its states
+        are no plain tensors.
+        """
+        if not parameter.dim():
+            return {}  # a few bytes
+        key = id(group), parameter.dim(), parameter.dtype
+        if key not in self._found:
+            self._found[key] = self._tried(parameter, group)
+        return self._found[key]
+
+    def _tried(self, parameter: Tensor, group: dict[str, Any]) -> StateKinds:
+        name = type(self._optimizer).__name__
+        probe: Any = object.__new__(type(self._optimizer))
+        probe.__dict__.update(vars(self._optimizer))
+        shape = (1,) * (parameter.dim() - 2) + (
+            (_SIDE, _SIDE) if parameter.dim() > 1 else (_SIDE**2,)
+        )
+        small = torch.zeros(shape, dtype=parameter.dtype, device=self._device)
+        small.requires_grad_()
+        small.grad = torch.zeros_like(small)
+        alone = {**group, "params": [small]}
+        probe.param_groups = [alone]
+        probe.state = type(self._optimizer.state)(dict)
+        before = _public(probe), {**alone}
+        try:
+            unhooked_step(probe)(probe)
+        except Exception as error:  # an optimizer of any library may raise anything here
+            raise ArgumentError(
+                f"{name} cannot be offloaded: stepping one parameter without a closure raises "
+                f"{type(error).__name__} ({error}); step the model with it as it is"
+            ) from error
+        after = _public(probe), {**alone}
+        if [*probe.state] not in ([], [small]) or any(
+            b.keys() != a.keys() or any(b[k] is not a[k] for k in b)
+            for b, a in zip(before, after, strict=True)
+        ):
+            raise ArgumentError(
+                f"{name} cannot be offloaded: its step changes more than its parameters and their states, "
+                "and offload steps some parameters at a time; step the model with it as it is"
+            )
+        states = probe.state.get(small, {})
+        alike = {k: v for k, v in states.items() if is_like(v, small)}
+        if strange := next((type(v).__name__ for v in alike.values() if type(v) is not Tensor), ""):
+            raise ArgumentError(
+                f"{name} cannot be offloaded: its states are of class {strange}, and offload moves plain "
+                "tensors; step the model with it as it is"
+            )
+        return {k: v.dtype for k, v in alike.items()}
+
+
+def is_like(state: object, parameter: Tensor) -> bool:
+    """Whether a state has the shape of its parameter; that of a scalar cannot tell."""
+    return isinstance(state, Tensor) and parameter.dim() > 0 and state.shape == parameter.shape
+
+
+def _public(optimizer: Optimizer) -> dict[str, Any]:
+    ours = ("state", "param_groups")
+    found = vars(optimizer).items()
+    return {k: v for k, v in found if not k.startswith("_") and k not in ours}
+
 
 _ALIGNMENT = 16
 """Bytes to which a state is rounded up: the widest load of a GPU's thread."""
@@ -210,3 +307,84 @@ def _set(state: Tensor, held: Tensor) -> None:
 def _is(held: Tensor, view: Tensor) -> bool:
     """Whether a tensor has the memory of a view."""
     return held.device == view.device and held.data_ptr() == view.data_ptr()
+
+
+class StateMemory:
+    """The memory of one optimizer's states.
+
+    what: names the states, for errors.  folder: of the files; None: in host memory.
+    """
+
+    def __init__(self, what: str, model: ShardedModel, folder: Path | None) -> None:
+        self._what = what
+        self._folder = folder
+        self._pool: PinnedPool = model.pool
+        self._host: HostMemory = model.host_memory
+        self._slabs: list[Tensor] = []
+        self._booked_bytes = 0
+
+    def take(self, buckets: Sequence[StateBucket], model: ShardedModel) -> None:
+        """Give each bucket its memory; all ranks of the model must call it.
+
+        Raises: FcdpError on every rank if any rank has no room; nothing is taken then.
+        """
+        size = sum(-(-b.size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE for b in buckets)
+        booked = 0
+        if self._folder is None:
+            booked = self._host.book(
+                self._what, size, model.collectives, self._pool, is_pinned=model.device.registers
+            )
+        made: list[Tensor] = []
+        try:
+            together(
+                model.topology.control,
+                lambda: made.extend(map(self._slab, buckets)),
+                FcdpError,
+                f"the memory for {self._what}",
+            )
+        except FcdpError:
+            self._host.unplanned_bytes -= booked
+            self._release(made)
+            raise
+        self._booked_bytes += booked
+        self._slabs += made
+        for bucket, slab in zip(buckets, made, strict=True):
+            bucket.put_on(slab)
+
+    def end(self) -> None:
+        """Give the memory back, because the optimizer is gone."""
+        self._release(self._slabs)
+        self._slabs = []
+        self._host.freed_bytes += self._booked_bytes
+
+    def _slab(self, bucket: StateBucket) -> Tensor:
+        if not bucket.size_bytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        if self._folder is None:
+            return self._pool.take(bucket.size_bytes, torch.uint8)
+        try:
+            return _mapped(self._folder, bucket.size_bytes)
+        except (OSError, ValueError) as error:  # ValueError: no system takes such a name
+            raise FcdpError(
+                f"cannot reserve {bucket.size_bytes} bytes for {self._what} in folder {str(self._folder)!r} "
+                f"({getattr(error, 'strerror', error)}); choose a folder that exists, can be written to and "
+                "has room"
+            ) from error
+
+    def _release(self, slabs: Sequence[Tensor]) -> None:
+        for slab in slabs if self._folder is None else ():  # a file is gone with its last tensor
+            if slab.numel():
+                self._pool.give_back(slab)
+
+
+def _mapped(folder: Path, size_bytes: int) -> Tensor:
+    """A tensor of bytes in a new file without a name, whose space is reserved.
+
+    Raises: OSError.
+    """
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+        mapping = mmap.mmap(file.fileno(), size_bytes)
+    mapping.madvise(mmap.MADV_SEQUENTIAL)
+    with torch.inference_mode(False):
+        return torch.frombuffer(mapping, dtype=torch.uint8)

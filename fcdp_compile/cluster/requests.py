@@ -1,4 +1,4 @@
-"""The arguments and the outcome of `fcdp probe`; without torch, so that the command can import it."""
+"""The arguments of `fcdp plan`, `simulate` and `probe`; without torch, so that the command can import it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcdp_compile.cluster.profile import ClusterProfile
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Names of dtypes, and torch's names for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Values of "nodes" or "bandwidth" (bytes per second of a node's network card), and the user's texts."""
+
+    of: str
+    values: tuple[float, ...]
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedFormat:
+    """How a library quantises a weight: bits of a value, and values that share a scale in fp32.
+
+    block: None: a row of the weight.
+    """
+
+    bits: int
+    block: int | None
+
+
+PACKED_FORMATS = {
+    "nf4": PackedFormat(bits=4, block=64),
+    "fp4": PackedFormat(bits=4, block=64),
+    "int8": PackedFormat(bits=8, block=None),
+}
+"""What `--quantise` knows: bitsandbytes' formats without double quantisation."""
+
 
 LEAST_BYTES = 4 * 2**10
 """The smallest size that is measured; each further size is four times the one before."""
