@@ -38,10 +38,15 @@ if TYPE_CHECKING:
     from fcdp_compile.pretrained.exporting.export import save_pretrained
     from fcdp_compile.pretrained.exporting.streaming import stream_state
     from fcdp_compile.pretrained.load import load_pretrained
-    from fcdp_compile.report.explain import Explanation, explain
-    from fcdp_compile.report.exposed_wait import exposed_wait
-    from fcdp_compile.report.memory import Memory, memory
-    from fcdp_compile.report.traffic import Traffic, traffic
+    from fcdp_compile.report import (
+        Explanation,
+        Memory,
+        Traffic,
+        explain,
+        exposed_wait,
+        memory,
+        traffic,
+    )
     from fcdp_compile.sharding.full import full
     from fcdp_compile.sharding.gathered import gathered
     from fcdp_compile.sharding.no_sync import no_sync
@@ -93,11 +98,11 @@ __all__ = [
 
 _HOMES = {
     "CheckpointError": "errors",
-    "Explanation": "report.explain",
+    "Explanation": "report",
     "FcdpError": "errors",
     "LostRankError": "errors",
     "Loaded": "checkpointing.loading",
-    "Memory": "report.memory",
+    "Memory": "report",
     "Muon": "optimizers.muon",
     "PendingSave": "checkpointing.saving",
     "PipelineStage": "parallel.pipeline",
@@ -105,21 +110,21 @@ _HOMES = {
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",
     "Strategy": "strategy.strategy",
-    "Traffic": "report.traffic",
+    "Traffic": "report",
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "combine": "optimizers.combine",
     "context_parallel": "parallel.context",
     "declare_part": "params.inner_cut",
-    "explain": "report.explain",
-    "exposed_wait": "report.exposed_wait",
+    "explain": "report",
+    "exposed_wait": "report",
     "full": "sharding.full",
     "gathered": "sharding.gathered",
     "load": "checkpointing.loading",
     "load_pretrained": "pretrained.load",
     "make_mesh": "params.mesh",
     "materialize": "deferred.materialize",
-    "memory": "report.memory",
+    "memory": "report",
     "no_sync": "sharding.no_sync",
     "offload": "optimizers.offload",
     "save": "checkpointing.saving",
@@ -128,7 +133,7 @@ _HOMES = {
     "shard": "sharding.shard",
     "stream_state": "pretrained.exporting.streaming",
     "tensor_parallel": "parallel.tensor",
-    "traffic": "report.traffic",
+    "traffic": "report",
 }
 
 

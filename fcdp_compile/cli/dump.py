@@ -16,9 +16,13 @@ from pathlib import Path
 
 from fcdp_compile.cli import stages
 from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.tables.plan import format_plan
-from fcdp_compile.cli.tables.times import PLAN_SUFFIX, Measured, read_measured
-from fcdp_compile.cli.tables.why import explain_bucket
+from fcdp_compile.cli.tables.plan import (
+    PLAN_SUFFIX,
+    Measured,
+    explain_bucket,
+    format_plan,
+    read_measured,
+)
 from fcdp_compile.cluster.profile import find_profile
 from fcdp_compile.errors import FcdpError, ProfileError
 from fcdp_compile.files.json_records import one_line

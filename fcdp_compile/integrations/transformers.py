@@ -38,9 +38,7 @@ from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
 from fcdp_compile.params.mesh import process_count
-from fcdp_compile.report.explain import explain
-from fcdp_compile.report.exposed_wait import ExposedWait, exposed_wait
-from fcdp_compile.report.traffic import traffic
+from fcdp_compile.report import ExposedWait, explain, exposed_wait, traffic
 from fcdp_compile.sharding.shard import is_sharded, model_of, state_of
 from fcdp_compile.torch_compat import graph_breaks
 

@@ -1,13 +1,18 @@
-"""A plan as tables for a terminal: buckets, and the ordered steps of each schedule."""
+"""A plan as tables for a terminal: buckets, the ordered steps of each schedule, all about one bucket."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+
 from fcdp_compile.cli.tables.table import mib, ms, table, wrapped
-from fcdp_compile.cli.tables.times import Measured
+from fcdp_compile.errors import RecordingError
 from fcdp_compile.files.json_records import one_line
 from fcdp_compile.plan import INNER, Bucket, Lane, Placement, Plan, Schedule, Step
 from fcdp_compile.plan.cost import Machine, Slot, Timeline
+from fcdp_compile.plan.recording import SUFFIX, ScheduleKey, read_recordings, timelines
 from fcdp_compile.simulator import simulate
+from fcdp_compile.strategy.formats import Format
 from fcdp_compile.view.short_names import fold_numbers, fold_params
 
 _BUCKET_HEADERS = (
@@ -149,3 +154,78 @@ def _format_times(times: dict[str, Timeline]) -> str:
         for name, t in times.items()
     ]
     return table(headers, rows, ("left", *["right"] * (len(headers) - 1)))
+
+
+def explain_bucket(plan: Plan, bucket: Bucket) -> str:
+    """Explain a bucket: its parameters, sizes, reasons, and its steps in each schedule."""
+    placement = plan.placement(bucket.id)
+    sizes = f"{bucket.slot_bytes} bytes a rank, {bucket.node_bytes} a node shard, {bucket.full_bytes} in full"
+    lines = [
+        f"bucket {bucket.id} of graph {plan.graph}, strategy {one_line(str(bucket.strategy))}",
+        *(f"  {one_line(line)}" for line in fold_params(bucket.params)),
+        f"size: {sizes}; {one_line(bucket.why)}",
+        f"tier: {placement.tier.value}; {one_line(placement.why)}",
+        f"between nodes: {_formats(bucket)}; gathers: {bucket.algorithm.value}",
+        f"gradients: {_gradients(bucket, placement)}",
+    ]
+    for schedule in plan.schedules:
+        lines += _moves(schedule, bucket)
+    return "\n".join(lines)
+
+
+def _formats(bucket: Bucket) -> str:
+    shown = {Format.FULL: "unchanged"}
+    weights = shown.get(bucket.wire, bucket.wire.value)
+    if bucket.frozen:
+        return f"weights {weights}"
+    return f"weights {weights}, gradients {shown.get(bucket.reduce_wire, bucket.reduce_wire.value)}"
+
+
+def _gradients(bucket: Bucket, placement: Placement) -> str:
+    if bucket.frozen:
+        return "none, it is frozen"
+    waits = {
+        "none": "they are reduced to the home shards in every micro-batch",
+        "host": "within no_sync they wait in host memory",
+        "gpu": "within no_sync they wait on the gpu",
+    }
+    return f"in {bucket.reduce_dtype}; {waits[placement.gradient_tier.value]}"
+
+
+def _moves(schedule: Schedule, bucket: Bucket) -> list[str]:
+    steps = [s for s in schedule.steps if s.bucket == bucket.id]
+    title = f"{schedule.direction.value} {schedule.variant.value}"
+    if not steps:
+        return [f"{title}: not used"]
+    return [f"{title}:", *(f"  {_move(step, len(schedule.steps))}" for step in steps)]
+
+
+def _move(step: Step, count: int) -> str:
+    sent = f", {step.bytes} bytes" if step.bytes else ""
+    label = f", {one_line(step.label)}" if step.label else ""
+    return f"step {step.index} of {count}: {step.kind.value}{label}{sent}"
+
+
+PLAN_SUFFIX = ".plan.json"
+
+Measured = Mapping[ScheduleKey, Timeline]
+"""The measured times of a plan's schedules."""
+
+
+def read_measured(folder: str, plans: Mapping[Path, Plan]) -> dict[Path, Measured]:
+    """Return the measured times of each plan that has a recording in the folder.
+
+    plans: plans with all schedules.
+
+    Raises: RecordingError for a damaged recording, or one of another plan; OSError if one cannot be read.
+    """
+    recordings = read_recordings(folder)
+    found: dict[Path, Measured] = {}
+    for path, plan in plans.items():
+        stem = path.name.removesuffix(PLAN_SUFFIX)
+        if stem in recordings:
+            try:
+                found[path] = timelines(plan, recordings[stem])
+            except RecordingError as error:
+                raise RecordingError(f"{path.with_name(stem + SUFFIX)}: {error}") from None
+    return found

@@ -1,1 +1,0 @@
-"""Reports about a live model: its graphs, its memory, its traffic."""
