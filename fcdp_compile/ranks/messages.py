@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.ranks.differences import ranks_named
-from fcdp_compile.ranks.waiting import Wait, finish
+from fcdp_compile.ranks.lost_ranks import Wait, finish
 
 T = TypeVar("T")
 

@@ -24,8 +24,7 @@ from torch.func import functional_call
 import fcdp_compile
 from fcdp_compile import Strategy
 from fcdp_compile.errors import LostRankError
-from fcdp_compile.ranks.lost_ranks import naming_lost_ranks
-from fcdp_compile.ranks.waiting import Wait, finish
+from fcdp_compile.ranks.lost_ranks import Wait, finish, naming_lost_ranks
 from fcdp_compile.strategy import GradientOn
 from tests.device.choice import seeded
 from tests.distributed.models import Case

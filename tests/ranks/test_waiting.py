@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.errors import LostRankError
-from fcdp_compile.ranks import waiting
-from fcdp_compile.ranks.waiting import Wait, finish
+from fcdp_compile.ranks import lost_ranks
+from fcdp_compile.ranks.lost_ranks import Wait, finish
 from fcdp_compile.runtime.collectives.collectives import Telling
 
 
@@ -44,9 +44,9 @@ class Work:
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The groups that were closed; this group's failures name no other rank."""
     groups: list[str] = []
-    monkeypatch.setattr(waiting, "close", groups.append)
+    monkeypatch.setattr(lost_ranks, "close", groups.append)
     monkeypatch.setattr(
-        waiting, "lost_rank_error", lambda _, doing, cause: LostRankError(f"{doing}: {cause}")
+        lost_ranks, "lost_rank_error", lambda _, doing, cause: LostRankError(f"{doing}: {cause}")
     )
     return groups
 

@@ -21,7 +21,7 @@ from benchmarks.gpu.workers.copies import synchronize
 from benchmarks.gpu.workers.setting import Setting
 from fcdp_compile.devices import device_of
 from fcdp_compile.plan import Lane
-from fcdp_compile.ranks.waiting import Wait
+from fcdp_compile.ranks.lost_ranks import Wait
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.bodies import (
     all_reduce,
