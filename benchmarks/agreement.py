@@ -21,8 +21,8 @@ import matplotlib.pyplot as plt
 import torch.distributed as dist
 from tabulate import tabulate
 
+from fcdp_compile.core.params.mesh import make_mesh, topology_of
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.mesh import make_mesh, topology_of
 from fcdp_compile.plan.cost import MACHINES, agreement_hops, agreement_s
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters

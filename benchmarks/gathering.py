@@ -32,9 +32,9 @@ import fcdp_compile
 from benchmarks.cluster.nodes import why_not
 from benchmarks.launch import ROOT, cluster_command
 from benchmarks.running.network import NETWORKS, cap, sent_bytes
+from fcdp_compile.core.params.layout import ParamLayout
+from fcdp_compile.core.params.mesh import topology_of
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.layout import ParamLayout
-from fcdp_compile.params.mesh import topology_of
 from fcdp_compile.plan import (
     Bucket,
     BucketParam,
@@ -49,10 +49,10 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.tasks import Pending
-from fcdp_compile.simulator import simulate
 from fcdp_compile.strategy import PRESETS
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.tools.simulator import simulate
 
 ALGORITHMS = (Algorithm.HIERARCHICAL, Algorithm.HO_RING)
 MIB = (1, 4, 16, 64)

@@ -33,9 +33,9 @@ from torch import nn
 import fcdp_compile
 from benchmarks.launch import on_ranks
 from benchmarks.running.machine import MachineRecord
-from fcdp_compile.files.safetensors_writer import TensorFileWriter, TensorMeta
-from fcdp_compile.pretrained import load as load_module
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
+from fcdp_compile.models.files.safetensors_writer import TensorFileWriter, TensorMeta
+from fcdp_compile.models.pretrained import load as load_module
 
 LIMIT = 1.2  # of home shards plus the largest tensor
 READ_LIMIT = 1.1  # of the file, by each node

@@ -25,8 +25,8 @@ from benchmarks.systems.model import make_model
 from benchmarks.systems.shape import Shape
 from benchmarks.systems.train_fcdp import STRATEGIES
 from fcdp_compile.cluster.profile import ClusterProfile, read_profile
-from fcdp_compile.planner import Estimate, Job, TracedModel, estimate, trace
 from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.planner import Estimate, Job, TracedModel, estimate, trace
 
 FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
 NODES, RANKS_PER_NODE = 2, 2

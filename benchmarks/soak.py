@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fcdp_compile
 from benchmarks.launch import on_ranks
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 
 RANKS = 2
 LENGTHS = (8, 12, 16, 24, 16, 8, 20)

@@ -17,7 +17,8 @@ import torch
 from tabulate import tabulate
 
 from fcdp_compile.cluster.profile import CLUSTERS
-from fcdp_compile.planner import (
+from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.planner import (
     Estimate,
     Job,
     ModelOptions,
@@ -26,8 +27,7 @@ from fcdp_compile.planner import (
     find_source,
     traced_model,
 )
-from fcdp_compile.simulator import Collectives
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.simulator import Collectives
 
 OPTIONS = ModelOptions(seq=1792, dtype=torch.float16, attention="eager")
 """The sequence length is not published: with 1792, ZeRO-3 takes the published memory on GPT-15B."""

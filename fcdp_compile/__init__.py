@@ -13,9 +13,12 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fcdp_compile.checkpointing.loading import Loaded, load
-    from fcdp_compile.checkpointing.saving import PendingSave, save
-    from fcdp_compile.deferred.materialize import materialize
+    from fcdp_compile.core.params.inner_cut import declare_part
+    from fcdp_compile.core.params.mesh import make_mesh
+    from fcdp_compile.core.sharding.full import full
+    from fcdp_compile.core.sharding.gathered import gathered
+    from fcdp_compile.core.sharding.no_sync import no_sync
+    from fcdp_compile.core.sharding.shard import shard
     from fcdp_compile.errors import (
         CheckpointError,
         FcdpError,
@@ -26,19 +29,21 @@ if TYPE_CHECKING:
         UnshardedParameterError,
         UnsynchronizedGradientError,
     )
+    from fcdp_compile.models.checkpointing.loading import Loaded, load
+    from fcdp_compile.models.checkpointing.saving import PendingSave, save
+    from fcdp_compile.models.deferred.materialize import materialize
+    from fcdp_compile.models.parallel.context import context_parallel
+    from fcdp_compile.models.parallel.pipeline import PipelineStage
+    from fcdp_compile.models.parallel.sequence import sequence_part
+    from fcdp_compile.models.parallel.tensor import tensor_parallel
+    from fcdp_compile.models.pretrained.exporting.export import save_pretrained
+    from fcdp_compile.models.pretrained.exporting.streaming import stream_state
+    from fcdp_compile.models.pretrained.load import load_pretrained
     from fcdp_compile.optimizers.combine import combine
     from fcdp_compile.optimizers.muon import Muon
     from fcdp_compile.optimizers.offload import offload
-    from fcdp_compile.parallel.context import context_parallel
-    from fcdp_compile.parallel.pipeline import PipelineStage
-    from fcdp_compile.parallel.sequence import sequence_part
-    from fcdp_compile.parallel.tensor import tensor_parallel
-    from fcdp_compile.params.inner_cut import declare_part
-    from fcdp_compile.params.mesh import make_mesh
-    from fcdp_compile.pretrained.exporting.export import save_pretrained
-    from fcdp_compile.pretrained.exporting.streaming import stream_state
-    from fcdp_compile.pretrained.load import load_pretrained
-    from fcdp_compile.report import (
+    from fcdp_compile.strategy import Strategy
+    from fcdp_compile.tools.report import (
         Explanation,
         Memory,
         Traffic,
@@ -47,11 +52,6 @@ if TYPE_CHECKING:
         memory,
         traffic,
     )
-    from fcdp_compile.sharding.full import full
-    from fcdp_compile.sharding.gathered import gathered
-    from fcdp_compile.sharding.no_sync import no_sync
-    from fcdp_compile.sharding.shard import shard
-    from fcdp_compile.strategy import Strategy
 
 __version__: str
 """The version of the installed package."""
@@ -98,42 +98,42 @@ __all__ = [
 
 _HOMES = {
     "CheckpointError": "errors",
-    "Explanation": "report",
+    "Explanation": "tools.report",
     "FcdpError": "errors",
     "LostRankError": "errors",
-    "Loaded": "checkpointing.loading",
-    "Memory": "report",
+    "Loaded": "models.checkpointing.loading",
+    "Memory": "tools.report",
     "Muon": "optimizers.muon",
-    "PendingSave": "checkpointing.saving",
-    "PipelineStage": "parallel.pipeline",
+    "PendingSave": "models.checkpointing.saving",
+    "PipelineStage": "models.parallel.pipeline",
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",
     "Strategy": "strategy.strategy",
-    "Traffic": "report",
+    "Traffic": "tools.report",
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",
     "combine": "optimizers.combine",
-    "context_parallel": "parallel.context",
-    "declare_part": "params.inner_cut",
-    "explain": "report",
-    "exposed_wait": "report",
-    "full": "sharding.full",
-    "gathered": "sharding.gathered",
-    "load": "checkpointing.loading",
-    "load_pretrained": "pretrained.load",
-    "make_mesh": "params.mesh",
-    "materialize": "deferred.materialize",
-    "memory": "report",
-    "no_sync": "sharding.no_sync",
+    "context_parallel": "models.parallel.context",
+    "declare_part": "core.params.inner_cut",
+    "explain": "tools.report",
+    "exposed_wait": "tools.report",
+    "full": "core.sharding.full",
+    "gathered": "core.sharding.gathered",
+    "load": "models.checkpointing.loading",
+    "load_pretrained": "models.pretrained.load",
+    "make_mesh": "core.params.mesh",
+    "materialize": "models.deferred.materialize",
+    "memory": "tools.report",
+    "no_sync": "core.sharding.no_sync",
     "offload": "optimizers.offload",
-    "save": "checkpointing.saving",
-    "save_pretrained": "pretrained.exporting.export",
-    "sequence_part": "parallel.sequence",
-    "shard": "sharding.shard",
-    "stream_state": "pretrained.exporting.streaming",
-    "tensor_parallel": "parallel.tensor",
-    "traffic": "report",
+    "save": "models.checkpointing.saving",
+    "save_pretrained": "models.pretrained.exporting.export",
+    "sequence_part": "models.parallel.sequence",
+    "shard": "core.sharding.shard",
+    "stream_state": "models.pretrained.exporting.streaming",
+    "tensor_parallel": "models.parallel.tensor",
+    "traffic": "tools.report",
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.plan import Bucket, BucketParam
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import CODINGS, Format

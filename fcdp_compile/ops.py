@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from fcdp_compile.core.params import registry
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params import registry
 from fcdp_compile.plan import Kind
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fcdp_compile.buckets import exact_bucket, fitted, wire_format
 from fcdp_compile.cluster.bucket_size import bucket_bytes
-from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier

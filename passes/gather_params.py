@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fcdp_compile import ops
-from fcdp_compile.params.packing import pack_home, unpack_full
+from fcdp_compile.core.params.packing import pack_home, unpack_full
 from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import fake_flat, inline

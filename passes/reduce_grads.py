@@ -9,15 +9,15 @@ import torch
 from torch.fx import Graph, Node
 
 from fcdp_compile import ops
-from fcdp_compile.ops import REDUCE_GRAD
-from fcdp_compile.params.packing import (
+from fcdp_compile.core.params.packing import (
     is_narrow,
     narrow_sum_bytes,
     pack_grads,
     padded,
     unpack_grads,
 )
-from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.core.params.registry import ParamSpec
+from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import inline

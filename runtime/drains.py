@@ -21,9 +21,9 @@ from threading import Lock
 
 from torch import Tensor
 
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.late import Awaited, LateTensor
 from fcdp_compile.devices import Device, Event, StreamDevice
-from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.late import Awaited, LateTensor
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.torch_compat import (
     MemoryLayout,

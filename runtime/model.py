@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.devices import Device
-from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Plan
 from fcdp_compile.plan.whole_step import of_one_step, whole_step
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from fcdp_compile.params.home_shard import bring_back_inputs
-from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.core.params.home_shard import bring_back_inputs
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.plan import Tier
 from fcdp_compile.plan.kinds import INTER_KINDS
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
+from fcdp_compile.core.params.home_shard import bring_back_inputs
+from fcdp_compile.core.params.late import LateTensor
+from fcdp_compile.core.params.seals.fingerprint import fingerprint
 from fcdp_compile.errors import FcdpError, StaleParameterError
-from fcdp_compile.params.home_shard import bring_back_inputs
-from fcdp_compile.params.late import LateTensor
-from fcdp_compile.params.seals.fingerprint import fingerprint
 from fcdp_compile.plan import Direction, Kind, Plan, Variant
 from fcdp_compile.plan.json import to_json
 from fcdp_compile.plan.recording import ScheduleKey

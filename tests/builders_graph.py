@@ -21,9 +21,9 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fcdp_compile.cluster.free_memory import HostBudget, Limit
+from fcdp_compile.core.params.layout import ParamLayout
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.params.layout import ParamLayout
-from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.bucket import bucket
 from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import PassContext, Use, Uses, buckets_of, keys_of

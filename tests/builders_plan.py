@@ -8,7 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 
-from fcdp_compile.params.layout import ParamLayout
+from fcdp_compile.core.params.layout import ParamLayout
 from fcdp_compile.plan import (
     Bucket,
     BucketParam,

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan.cost import Link, Machine
-from fcdp_compile.planner import Job, TracedModel, trace
-from fcdp_compile.planner.traced import Build, Inputs
+from fcdp_compile.tools.planner import Job, TracedModel, trace
+from fcdp_compile.tools.planner.traced import Build, Inputs
 from tests.distributed.models import CASES
 
 LENGTH = 16

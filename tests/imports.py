@@ -14,48 +14,51 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
+GROUPS = ("core", "models", "tools")
+"""Folders of rooms in `fcdp_compile`; they have no code of their own."""
+
 ROOMS = (
     *("errors", "extras", "torch_compat"),
     *(
         "strategy",
         "devices",
-        "ranks",
-        "params",
-        "quantised",
-        "files",
+        "core.ranks",
+        "core.params",
+        "models.quantised",
+        "models.files",
         "plan",
         "cluster",
-        "simulator",
-        "view",
+        "tools.simulator",
+        "tools.view",
     ),
     *("ops", "buckets"),
     *("passes.graph", "passes", "passes.memory", "passes.planning"),
     *("runtime.lanes", "runtime.collectives", "runtime.cache", "runtime.parameters"),
     *("runtime.buckets", "runtime.optimizers", "runtime"),
     *(
-        "probe",
-        "sharding",
-        "parallel",
+        "tools.probe",
+        "core.sharding",
+        "models.parallel",
         "optimizers",
         "backend",
-        "deferred",
-        "report",
-        "pretrained",
-        "checkpointing",
+        "models.deferred",
+        "tools.report",
+        "models.pretrained",
+        "models.checkpointing",
     ),
-    *("planner", "integrations", "cli.tables", "cli"),
+    *("tools.planner", "integrations", "cli.tables", "cli"),
 )
 """Folders of `fcdp_compile` and modules at its root, lowest first: a room imports only from earlier rooms."""
 
 DATA = (
     "plan",
-    "params.layout",
+    "core.params.layout",
     "strategy",
     "errors",
-    "files.json_records",
+    "models.files.json_records",
     "cli",
-    "simulator",
-    "view",
+    "tools.simulator",
+    "tools.view",
 )
 """Modules that work on a laptop: without GPU or process group, passes or runtime."""
 
@@ -75,12 +78,15 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 """Forbidden imports, by the module or package that must not have them."""
 
 LATE = {
-    ("fcdp_compile.cli.probe", "fcdp_compile.probe.measure"): (
+    ("fcdp_compile.cli.probe", "fcdp_compile.tools.probe.measure"): (
         "measuring needs torch and process groups, which no other command may wait for"
     ),
-    ("fcdp_compile.cli.plan", "fcdp_compile.planner.command"): "tracing needs torch",
-    ("fcdp_compile.cli.simulate", "fcdp_compile.planner.command"): "tracing needs torch",
-    ("fcdp_compile.sharding.sharded_class", "fcdp_compile.pretrained.exporting.export"): (
+    ("fcdp_compile.cli.plan", "fcdp_compile.tools.planner.command"): "tracing needs torch",
+    ("fcdp_compile.cli.simulate", "fcdp_compile.tools.planner.command"): "tracing needs torch",
+    (
+        "fcdp_compile.core.sharding.sharded_class",
+        "fcdp_compile.models.pretrained.exporting.export",
+    ): (
         "what saves reads models that shard has made, and needs packages that training does without"
     ),
 }

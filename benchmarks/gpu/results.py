@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.running.machine import MachineRecord
 from benchmarks.systems.shape import Shape
-from fcdp_compile.files.aside import written_aside
+from fcdp_compile.models.files.aside import written_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

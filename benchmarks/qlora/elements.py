@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fcdp_compile
 from benchmarks.qlora.model import quantise_and_adapt
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 256,

@@ -34,7 +34,7 @@ from benchmarks.launch import on_ranks
 from benchmarks.load import Sampling
 from benchmarks.qlora.model import adapters
 from benchmarks.running.memory import HeapPeak, heap_bytes
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 
 QUANTISED = transformers.BitsAndBytesConfig(
     load_in_4bit=True,

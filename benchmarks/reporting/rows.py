@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from fcdp_compile.files.aside import written_aside
+from fcdp_compile.models.files.aside import written_aside
 
 
 class Cell(NamedTuple):

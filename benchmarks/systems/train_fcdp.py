@@ -13,7 +13,7 @@ import fcdp_compile
 from benchmarks.systems.model import Gpt
 from benchmarks.systems.train_torch import TorchTrainer, make_adamw, make_muon
 from benchmarks.systems.trainer import HostMemoryUse, RankOfNodes
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 
 STRATEGIES = {
     "fcdp": "fcdp",

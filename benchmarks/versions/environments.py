@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.versions.torch_build import cpu_builds
-from fcdp_compile.files.aside import written_aside
+from fcdp_compile.models.files.aside import written_aside
 
 ROOT = Path(__file__).resolve().parents[2]
 _OWN = ("torch", "triton")

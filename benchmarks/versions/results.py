@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fcdp_compile.files.aside import written_aside
+from fcdp_compile.models.files.aside import written_aside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from tests.imports import ROOMS, all_imports, is_late, room_of
+from tests.imports import GROUPS, ROOMS, all_imports, is_late, room_of
 
 PICTURE = Path(__file__).resolve().parents[1] / "pictures" / "rooms.svg"
 _WIDTH, _THIN, _HEIGHT, _GAP, _BETWEEN, _WIDE = 108, 4, 30, 20, 46, 760
@@ -28,6 +28,11 @@ path { stroke: #8f9bbd } marker path { fill: #8f9bbd } }
 """
 
 
+def _shown(room: str) -> str:
+    first, _, rest = room.partition(".")
+    return rest.partition(".")[0] if first in GROUPS else first
+
+
 @cache
 def arrows() -> dict[str, set[str]]:
     """Return which rooms each room imports from; passes, runtime and cli count as one room each."""
@@ -35,7 +40,7 @@ def arrows() -> dict[str, set[str]]:
     for each in all_imports():
         user, used = room_of(each.importer), room_of(each.target)
         if user >= 0 and used >= 0 and not is_late(each):
-            above, below = (ROOMS[n].partition(".")[0] for n in (user, used))
+            above, below = (_shown(ROOMS[n]) for n in (user, used))
             if above not in _PLAIN:
                 found.setdefault(above, set())
                 if below != above and below not in _PLAIN:

@@ -22,23 +22,23 @@ from fcdp_compile.backend.bound_graphs import BoundGraphs, fake_mode, shard_plac
 from fcdp_compile.backend.compute import Compute, inductor_settings
 from fcdp_compile.backend.options import Options
 from fcdp_compile.backend.writes import refuse_writes
+from fcdp_compile.core.params import registry
+from fcdp_compile.core.params.home_shard import bring_back_inputs
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.mesh import process_count
+from fcdp_compile.core.sharding.refusals import is_ignored
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
+from fcdp_compile.models.quantised.weight import QuantisedWeight
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.params import registry
-from fcdp_compile.params.home_shard import bring_back_inputs
-from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.mesh import process_count
 from fcdp_compile.passes.graph.runner import Stages, watched
 from fcdp_compile.passes.partition import mark_constant, partition
 from fcdp_compile.passes.planning.alike import renamed
 from fcdp_compile.passes.set_apart import set_apart
 from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction
-from fcdp_compile.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.alike import AlikePlans
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.run import CompiledPlan
-from fcdp_compile.sharding.refusals import is_ignored
 from fcdp_compile.torch_compat import (
     aot_autograd,
     as_boxed,
@@ -69,7 +69,7 @@ def fcdp(
     checked = Options.parse({**(options or {}), **more})
     if not _gathers(gm) and any(isinstance(value, HomeTensor) for value in example_inputs):
         # Code of the training loop beside a graph break.  Compiled, its results would be plain DTensors,
-        # which do not become whole where they meet plain tensors (`params/derived.py`).
+        # which do not become whole where they meet plain tensors (`core/params/derived.py`).
         return gm
     _refuse_unsharded(gm, example_inputs)
     refuse_writes(gm)

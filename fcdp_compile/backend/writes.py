@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fcdp_compile.core.params.registry import lost_write
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.params.registry import lost_write
 
 _WRITING_OPERATORS = {
     operator.iadd,

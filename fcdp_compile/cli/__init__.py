@@ -16,7 +16,7 @@ import fcdp_compile
 from fcdp_compile.cli import dump, plan, probe, simulate, strategies
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.errors import FcdpError, did_you_mean
-from fcdp_compile.files.json_records import one_line
+from fcdp_compile.models.files.json_records import one_line
 
 
 class _Command(Protocol):

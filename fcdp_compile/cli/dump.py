@@ -25,14 +25,14 @@ from fcdp_compile.cli.tables.plan import (
 )
 from fcdp_compile.cluster.profile import find_profile
 from fcdp_compile.errors import FcdpError, ProfileError
-from fcdp_compile.files.json_records import one_line
+from fcdp_compile.models.files.json_records import one_line
 from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.plan.cost import MACHINES, Machine
 from fcdp_compile.plan.diff import diff
 from fcdp_compile.plan.json import read_plan, to_json
-from fcdp_compile.view.chrome_trace import Event, chrome_trace
-from fcdp_compile.view.short_names import fold_numbers
-from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.tools.view.chrome_trace import Event, chrome_trace
+from fcdp_compile.tools.view.short_names import fold_numbers
+from fcdp_compile.tools.view.timeline_html import ScheduleKey, timeline_html
 
 SUMMARY = "print the plans of compiled graphs: buckets and ordered steps"
 DESCRIPTION = (

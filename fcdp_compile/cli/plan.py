@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> Answer:
 
     Raises: FcdpError for a request that cannot be planned; OSError for a file that cannot be read.
     """
-    return Answer(*importlib.import_module("fcdp_compile.planner.command").plan(options))
+    return Answer(*importlib.import_module("fcdp_compile.tools.planner.command").plan(options))
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, *, are_nodes_required: bool = True) -> None:

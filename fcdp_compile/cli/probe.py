@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> Answer:
         inter_bytes_per_s=options.inter,
     )
     probe: Callable[[ProbeRequest], ProbeOutcome]
-    probe = importlib.import_module("fcdp_compile.probe.measure").probe
+    probe = importlib.import_module("fcdp_compile.tools.probe.measure").probe
     outcome = probe(request)
     if outcome.refusal and outcome.is_first:
         raise FcdpError(outcome.refusal)

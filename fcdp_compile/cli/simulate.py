@@ -10,8 +10,8 @@ from fcdp_compile.cli.plan import add_job_arguments, whole
 from fcdp_compile.cluster.quantities import parse_bytes_per_s
 from fcdp_compile.cluster.requests import Sweep
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.simulator.conditions import Conditions
-from fcdp_compile.simulator.rings import Collectives
+from fcdp_compile.tools.simulator.conditions import Conditions
+from fcdp_compile.tools.simulator.rings import Collectives
 
 SUMMARY = "replay plans on a cluster: stragglers, jitter, sweeps over nodes or bandwidth"
 DESCRIPTION = (
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> Answer:
         )
     except ValueError as error:
         raise FcdpError(str(error)) from None
-    command = importlib.import_module("fcdp_compile.planner.command")
+    command = importlib.import_module("fcdp_compile.tools.planner.command")
     return Answer(*command.simulate(options, conditions))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from fcdp_compile.cli.answer import Answer
 from fcdp_compile.cli.tables.table import ms, table
 from fcdp_compile.errors import FcdpError, did_you_mean
-from fcdp_compile.files.json_records import one_line
-from fcdp_compile.files.text_diff import text_diff
+from fcdp_compile.models.files.json_records import one_line
+from fcdp_compile.models.files.text_diff import text_diff
 from fcdp_compile.plan.stages import SUFFIX, Stage, read_stages
 
 Stages = Mapping[str, Sequence[Stage]]

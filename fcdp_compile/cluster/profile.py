@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 
 from fcdp_compile.errors import FcdpError, ProfileError, did_you_mean
-from fcdp_compile.files.json_records import LATER, RecordFormat, fail
+from fcdp_compile.models.files.json_records import LATER, RecordFormat, fail
 from fcdp_compile.plan.cost import Link, Machine
 
 SCHEMA = "fcdp.cluster/1"

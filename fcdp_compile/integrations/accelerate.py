@@ -28,20 +28,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.loading import load
-from fcdp_compile.checkpointing.saving import save
+from fcdp_compile.core.params.mesh import make_mesh, process_count
+from fcdp_compile.core.ranks.inner_mesh import PP, cp_of, tp_of
+from fcdp_compile.core.sharding.no_sync import no_sync
+from fcdp_compile.core.sharding.shard import is_sharded, mesh_of, model_of, shard, state_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.companions import frozen, refuse_shared_parameters, unfreeze
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
-from fcdp_compile.parallel.context import context_parallel
-from fcdp_compile.parallel.tensor import is_cut, tensor_parallel
-from fcdp_compile.params.mesh import make_mesh, process_count
-from fcdp_compile.pretrained.exporting.export import save_pretrained
-from fcdp_compile.ranks.inner_mesh import PP, cp_of, tp_of
-from fcdp_compile.sharding.no_sync import no_sync
-from fcdp_compile.sharding.shard import is_sharded, mesh_of, model_of, shard, state_of
+from fcdp_compile.models.checkpointing.loading import load
+from fcdp_compile.models.checkpointing.saving import save
+from fcdp_compile.models.parallel.context import context_parallel
+from fcdp_compile.models.parallel.tensor import is_cut, tensor_parallel
+from fcdp_compile.models.pretrained.exporting.export import save_pretrained
 from fcdp_compile.torch_compat import own_recompiles
 
 _FOLDER = "fcdp"

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from fcdp_compile.core.params.home_shard import REPLACED
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.home_shard import REPLACED
 
 _trained_before: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 """The names of the parameters that were trained in models that an Accelerator has frozen."""

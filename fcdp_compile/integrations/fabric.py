@@ -29,15 +29,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fcdp_compile.checkpointing.loading import load
-from fcdp_compile.checkpointing.saving import save
+from fcdp_compile.core.params.mesh import make_mesh
+from fcdp_compile.core.ranks.inner_mesh import CP, PP, TP
+from fcdp_compile.core.sharding.no_sync import no_sync
+from fcdp_compile.core.sharding.shard import is_sharded, mesh_of, shard
 from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
-from fcdp_compile.params.mesh import make_mesh
-from fcdp_compile.ranks.inner_mesh import CP, PP, TP
-from fcdp_compile.sharding.no_sync import no_sync
-from fcdp_compile.sharding.shard import is_sharded, mesh_of, shard
+from fcdp_compile.models.checkpointing.loading import load
+from fcdp_compile.models.checkpointing.saving import save
 
 __all__ = ["FcdpOptions", "FcdpStrategy"]
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fcdp_compile.parallel.context import generate_whole
-from fcdp_compile.sharding.gathered import gathered
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.gathered import gathered
+from fcdp_compile.core.sharding.shard import state_of
+from fcdp_compile.models.parallel.context import generate_whole
 
 _ROOM = 0.8
 """The part of the free memory that whole parameters may take; the rest is for the tokens' keys and values."""

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.optim import Optimizer
 
+from fcdp_compile.core.sharding.shard import is_sharded, model_of
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.sharding.shard import is_sharded, model_of
 
 
 @contextmanager

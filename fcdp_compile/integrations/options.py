@@ -10,9 +10,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.backend.options import Options
+from fcdp_compile.core.params.mesh import process_count
+from fcdp_compile.core.ranks.inner_mesh import cp_of, tp_of
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.mesh import process_count
-from fcdp_compile.ranks.inner_mesh import cp_of, tp_of
 from fcdp_compile.strategy import Strategy
 
 BACKEND = "fcdp"

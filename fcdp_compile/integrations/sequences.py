@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fcdp_compile.core.ranks.inner_mesh import CP
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.accelerate import Accelerator
-from fcdp_compile.parallel.sequence import NO_TARGET, sequence_part
-from fcdp_compile.ranks.inner_mesh import CP
+from fcdp_compile.models.parallel.sequence import NO_TARGET, sequence_part
 
 if TYPE_CHECKING:
     import transformers

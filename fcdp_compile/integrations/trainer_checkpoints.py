@@ -24,17 +24,17 @@ from peft import PeftModel
 from torch import nn
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
-from fcdp_compile.checkpointing.contents import rng_state, set_rng_state
-from fcdp_compile.checkpointing.format.disk import Disk
-from fcdp_compile.checkpointing.format.record import RECORD
-from fcdp_compile.checkpointing.loading import load
-from fcdp_compile.checkpointing.saving import save
+from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError, CheckpointError
-from fcdp_compile.pretrained.exporting.export import save_pretrained
-from fcdp_compile.pretrained.huggingface import has_adapters
-from fcdp_compile.pretrained.load import load_pretrained
-from fcdp_compile.ranks.messages import together
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.models.checkpointing.contents import rng_state, set_rng_state
+from fcdp_compile.models.checkpointing.format.disk import Disk
+from fcdp_compile.models.checkpointing.format.record import RECORD
+from fcdp_compile.models.checkpointing.loading import load
+from fcdp_compile.models.checkpointing.saving import save
+from fcdp_compile.models.pretrained.exporting.export import save_pretrained
+from fcdp_compile.models.pretrained.huggingface import has_adapters
+from fcdp_compile.models.pretrained.load import load_pretrained
 
 if TYPE_CHECKING:
 

@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames, ParallelMode
 
+from fcdp_compile.core.params.mesh import process_count
+from fcdp_compile.core.sharding.shard import is_sharded, model_of, state_of
 from fcdp_compile.devices import StreamDevice, current_device
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.accelerate import Accelerator
@@ -37,9 +39,7 @@ from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
-from fcdp_compile.params.mesh import process_count
-from fcdp_compile.report import ExposedWait, explain, exposed_wait, traffic
-from fcdp_compile.sharding.shard import is_sharded, model_of, state_of
+from fcdp_compile.tools.report import ExposedWait, explain, exposed_wait, traffic
 from fcdp_compile.torch_compat import graph_breaks
 
 __all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]

@@ -20,10 +20,10 @@ import torch
 import trl
 from torch import nn
 
+from fcdp_compile.core.sharding.shard import model_of
 from fcdp_compile.integrations.options import FcdpOptions
 from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.transformers import FcdpMixin
-from fcdp_compile.sharding.shard import model_of
 
 __all__ = [
     "DPOTrainer",

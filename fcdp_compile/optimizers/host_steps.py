@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.seals.fingerprint import fingerprints
 from fcdp_compile.devices import Device
 from fcdp_compile.optimizers.device_steps import stepping
 from fcdp_compile.optimizers.states import StateBucket, StateKinds, held_by, part_of, unhooked_step
-from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.seals.fingerprint import fingerprints
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.buckets.validity import read
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters

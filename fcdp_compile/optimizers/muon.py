@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Muon as TorchMuon
 
+from fcdp_compile.core.params.home_shard import HomeShard, key_of
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.layout import ParamLayout, chunk_rows
+from fcdp_compile.core.params.packing import rows_back, rows_first
+from fcdp_compile.core.params.registry import owner_of
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params.home_shard import HomeShard, key_of
-from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.layout import ParamLayout, chunk_rows
-from fcdp_compile.params.packing import rows_back, rows_first
-from fcdp_compile.params.registry import owner_of
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.model import ShardedModel

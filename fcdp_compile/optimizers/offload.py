@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
+from fcdp_compile.core.params.home_shard import key_of
+from fcdp_compile.core.params.registry import owner_of
+from fcdp_compile.core.sharding.folder_argument import refuse_nameless
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.optimizers.combine import Combined
 from fcdp_compile.optimizers.device_steps import DeviceSteps, stepping
@@ -23,12 +26,9 @@ from fcdp_compile.optimizers.states import (
     StateMemory,
     unhooked_step,
 )
-from fcdp_compile.params.home_shard import key_of
-from fcdp_compile.params.registry import owner_of
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.sharding.folder_argument import refuse_nameless
 
 _BUCKET_BYTES = 64 << 20
 """Large enough that the bus is at its full speed, and small beside a model."""

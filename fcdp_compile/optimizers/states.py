@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fcdp_compile.core.params.home_shard import HomeShard
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.ranks.messages import together
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.params.home_tensor import HomeTensor
 from fcdp_compile.plan import Kind
-from fcdp_compile.ranks.messages import together
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from fcdp_compile.errors import PlanFormatError
-from fcdp_compile.files.json_records import RecordFormat, fail
+from fcdp_compile.models.files.json_records import RecordFormat, fail
 from fcdp_compile.plan import SCHEMA, Kind, Plan
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fcdp_compile.errors import ArgumentError, RecordingError
-from fcdp_compile.files.json_records import RecordFormat, one_line
+from fcdp_compile.models.files.json_records import RecordFormat, one_line
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Variant
 from fcdp_compile.plan.cost import Slot, Timeline
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
-from fcdp_compile.params.layout import ParamLayout, sizes_by_node
+from fcdp_compile.core.params.layout import ParamLayout, sizes_by_node
 from fcdp_compile.plan.kinds import Kind, Lane
 from fcdp_compile.strategy import Scope, Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass
 
 from fcdp_compile.errors import PlanFormatError
-from fcdp_compile.files.json_records import RecordFormat
+from fcdp_compile.models.files.json_records import RecordFormat
 
 SCHEMA = "fcdp.stages/1"
 SUFFIX = ".stages.json"

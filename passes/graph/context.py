@@ -11,7 +11,7 @@ import sympy
 from torch.fx import GraphModule
 
 from fcdp_compile.cluster.free_memory import HostBudget
-from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.passes.graph.inline import Decompositions
 from fcdp_compile.plan import Bucket, Direction, Placement, Step, Variant
 from fcdp_compile.plan.cost import MACHINES, Machine

@@ -16,8 +16,8 @@ import sympy
 from torch.fx import Graph, GraphModule
 
 from fcdp_compile.buckets import may_leave
+from fcdp_compile.core.params.registry import STATE_BYTES, ParamSpec
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.params.registry import STATE_BYTES, ParamSpec
 from fcdp_compile.passes.describe import is_step
 from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.memory.choose_tiers import Entry

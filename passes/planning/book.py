@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fcdp_compile.cluster.free_memory import UNLIMITED
-from fcdp_compile.params.registry import ParamSpec
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.passes.bucket import host_bytes_taken
 from fcdp_compile.passes.graph.context import PassContext, Use, Uses
 from fcdp_compile.passes.memory.place_gradients import fit_gradients

@@ -17,10 +17,16 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.buckets import may_leave
+from fcdp_compile.core.params.home_shard import HomeShard
+from fcdp_compile.core.params.packing import (
+    pack_grads,
+    pack_home,
+    padded,
+    unpack_full,
+    unpack_grads,
+)
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.params.packing import pack_grads, pack_home, padded, unpack_full, unpack_grads
-from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Bucket, Kind, Placement
 from fcdp_compile.plan.kinds import FETCHES, REDUCING
 from fcdp_compile.plan.reduction import REDUCTIONS, waits_before

@@ -22,8 +22,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from fcdp_compile.core.params.spec import Home
 from fcdp_compile.errors import StaleParameterError
-from fcdp_compile.params.spec import Home
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.collectives.quantize import Codec

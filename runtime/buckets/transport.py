@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.devices import Device
-from fcdp_compile.params.mesh import Topology
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
 from fcdp_compile.runtime.cache.pinned import PinnedPool

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.seals.fingerprint import fingerprints
-from fcdp_compile.params.seals.seal import Seal, seal
+from fcdp_compile.core.params.home_shard import HomeShard
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.seals.fingerprint import fingerprints
+from fcdp_compile.core.params.seals.seal import Seal, seal
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import About, any_rank
 from fcdp_compile.runtime.collectives.collectives import Collectives

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fcdp_compile.core.params.packing import home_slots
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.devices import Device, Stream, StreamDevice
-from fcdp_compile.params.packing import home_slots
-from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.plan import Bucket, Kind
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of

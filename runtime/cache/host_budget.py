@@ -11,8 +11,8 @@ import weakref
 from collections.abc import Sequence
 
 from fcdp_compile.cluster.free_memory import UNLIMITED, HostBudget, Limit, detect, lockable_bytes
+from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Bucket
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.agreement import FLAGS_OF_A_WORD

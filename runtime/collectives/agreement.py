@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.ranks.differences import first_other
 from fcdp_compile.errors import FcdpError, PlanMismatchError
-from fcdp_compile.params.seals.fingerprint import fingerprint
 from fcdp_compile.plan.diff import diff
 from fcdp_compile.plan.json import from_json
-from fcdp_compile.ranks.differences import first_other
 from fcdp_compile.runtime.collectives.collectives import Collectives
 
 _FIRST_WORDS = 30

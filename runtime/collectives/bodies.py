@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fcdp_compile.params.packing import is_narrow, padded
+from fcdp_compile.core.params.packing import is_narrow, padded
 from fcdp_compile.runtime.collectives.channel import Channel, now_or_later
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.tasks import Begun

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcdp_compile.core.ranks.lost_ranks import Wait, finish
+from fcdp_compile.core.ranks.messages import all_gather
 from fcdp_compile.devices import Device, StreamDevice
-from fcdp_compile.ranks.lost_ranks import Wait, finish
-from fcdp_compile.ranks.messages import all_gather
 from fcdp_compile.runtime.lanes.lanes import Scratch
 from fcdp_compile.runtime.lanes.tasks import Begun
 

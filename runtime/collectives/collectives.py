@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcdp_compile.core.params.mesh import Topology
+from fcdp_compile.core.ranks.lost_ranks import Wait, finish
+from fcdp_compile.core.ranks.messages import broadcast_first, gather_at_once, gather_objects
 from fcdp_compile.devices import Device
-from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Kind
 from fcdp_compile.plan.kinds import INTER_KINDS
 from fcdp_compile.plan.reduction import all_reduce_bytes
-from fcdp_compile.ranks.lost_ranks import Wait, finish
-from fcdp_compile.ranks.messages import broadcast_first, gather_at_once, gather_objects
 from fcdp_compile.runtime.collectives.bodies import (
     all_reduce,
     gather_encoded,

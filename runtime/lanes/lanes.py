@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.devices import Device, StreamDevice
-from fcdp_compile.params.mesh import Topology
 from fcdp_compile.plan import Bucket, Kind, Lane
 from fcdp_compile.runtime.lanes.stream_lane import StreamLane
 from fcdp_compile.runtime.lanes.stream_order import Ordered, StreamOrder

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.seals.fingerprint import fingerprints, fingerprints_of_zeros
+from fcdp_compile.core.params.seals.seal import Seal, seal
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.seals.fingerprint import fingerprints, fingerprints_of_zeros
-from fcdp_compile.params.seals.seal import Seal, seal
 from fcdp_compile.runtime.buckets.validity import read
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives

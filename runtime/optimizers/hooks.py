@@ -42,12 +42,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from fcdp_compile.core.params.home_shard import REPLACED, HomeShard
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.mesh import Topology
+from fcdp_compile.core.params.seals.seal import refuse_capture
+from fcdp_compile.core.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
-from fcdp_compile.params.home_shard import REPLACED, HomeShard
-from fcdp_compile.params.home_tensor import HomeTensor
-from fcdp_compile.params.mesh import Topology
-from fcdp_compile.params.seals.seal import refuse_capture
-from fcdp_compile.ranks.flat_meshes import all_ranks_of
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.collectives.agreement import same_tensors

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.devices import Device
-from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Collectives
@@ -43,7 +43,8 @@ def book(
 def empty_home(spec: ParamSpec, device: Device) -> Tensor:
     """Memory on the host for a home shard; its values are undefined.
 
-    No slab of a PinnedPool: seals need storages that tell whether numpy has seen them (`params.seals.seal`).
+    No slab of a PinnedPool: seals need storages that tell whether numpy has seen them
+    (`core.params.seals.seal`).
     """
     return device.pinned_like(torch.empty(spec.local_shape, dtype=spec.home_dtype, device="meta"))
 

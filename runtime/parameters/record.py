@@ -9,9 +9,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fcdp_compile.core.params.home_shard import HomeShard, check_cut, placements_of
+from fcdp_compile.core.params.registry import ParamSpec, check_shard
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.home_shard import HomeShard, check_cut, placements_of
-from fcdp_compile.params.registry import ParamSpec, check_shard
 from fcdp_compile.plan import Bucket
 from fcdp_compile.torch_compat import storage_id
 

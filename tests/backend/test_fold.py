@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from builders_plan import make_params
-from fcdp_compile.view.short_names import fold_numbers, fold_params
+from fcdp_compile.tools.view.short_names import fold_numbers, fold_params
 
 
 def fold(*names: str) -> list[str]:

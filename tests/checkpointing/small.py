@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fcdp_compile
-from fcdp_compile.checkpointing.contents import JobObjects as Given
-from fcdp_compile.checkpointing.format.disk import Disk
-from fcdp_compile.checkpointing.saving import save_on
+from fcdp_compile.models.checkpointing.contents import JobObjects as Given
+from fcdp_compile.models.checkpointing.format.disk import Disk
+from fcdp_compile.models.checkpointing.saving import save_on
 
 
 class Net(nn.Module):

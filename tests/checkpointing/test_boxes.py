@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fcdp_compile.checkpointing.format import cuts
-from fcdp_compile.checkpointing.format.cuts import cut, slabs
-from fcdp_compile.checkpointing.format.marks import mark_of, mark_of_all
-from fcdp_compile.checkpointing.format.record import CutTensor, _are_one
-from fcdp_compile.params.inner_cut import InnerCut
-from fcdp_compile.params.layout import Box
-from fcdp_compile.params.packing import block_of, rows_of, take_boxes
-from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.params.spec import Home, fit_strategy, param_spec
+from fcdp_compile.core.params.inner_cut import InnerCut
+from fcdp_compile.core.params.layout import Box
+from fcdp_compile.core.params.packing import block_of, rows_of, take_boxes
+from fcdp_compile.core.params.registry import ParamSpec
+from fcdp_compile.core.params.spec import Home, fit_strategy, param_spec
+from fcdp_compile.models.checkpointing.format import cuts
+from fcdp_compile.models.checkpointing.format.cuts import cut, slabs
+from fcdp_compile.models.checkpointing.format.marks import mark_of, mark_of_all
+from fcdp_compile.models.checkpointing.format.record import CutTensor, _are_one
 from fcdp_compile.strategy import Strategy
 
 strategies = st.sampled_from(["zero3", "fcdp", "mics", "ddp"])

@@ -15,8 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpointing.small import Small, data_file
-from fcdp_compile.checkpointing.format.record import FORMAT, CheckpointRecord, read_record, seal
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.models.checkpointing.format.record import (
+    FORMAT,
+    CheckpointRecord,
+    read_record,
+    seal,
+)
 
 Damage = Callable[[Path, st.DataObject], None]
 
@@ -235,7 +240,7 @@ def _sealed(text: str) -> str:
 
 
 def _sums(path: Path):  # type: ignore[no-untyped-def]
-    from fcdp_compile.checkpointing.format.disk import BlockSums
+    from fcdp_compile.models.checkpointing.format.disk import BlockSums
 
     sums = BlockSums()
     sums.add(memoryview(path.read_bytes()))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from checkpointing.small import Small
-from fcdp_compile.checkpointing.format.disk import Disk
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.models.checkpointing.format.disk import Disk
 
 
 class Watched(Disk):
@@ -152,7 +152,7 @@ def test_a_record_that_could_not_be_read_again_is_not_written(
     jobs: list[Small], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jobs[0].save(tmp_path)
-    monkeypatch.setattr("fcdp_compile.checkpointing.format.disk.MAX_FILE_BYTES", 5000)
+    monkeypatch.setattr("fcdp_compile.models.checkpointing.format.disk.MAX_FILE_BYTES", 5000)
     with pytest.raises(CheckpointError, match="may have 5000; give long lists"):
         jobs[1].save(tmp_path, step=2)
     assert Small(3).load(tmp_path).step == 1

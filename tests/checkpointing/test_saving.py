@@ -16,12 +16,12 @@ from torch import nn
 
 import fcdp_compile
 from checkpointing.small import Net, Small
-from fcdp_compile.checkpointing.contents import JobObjects as Given
-from fcdp_compile.checkpointing.format.disk import Disk
-from fcdp_compile.checkpointing.format.record import RECORD
-from fcdp_compile.checkpointing.saving import save_on
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import CheckpointError, FcdpError
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.models.checkpointing.contents import JobObjects as Given
+from fcdp_compile.models.checkpointing.format.disk import Disk
+from fcdp_compile.models.checkpointing.format.record import RECORD
+from fcdp_compile.models.checkpointing.saving import save_on
 
 
 def test_a_job_continues_bit_by_bit(tmp_path: Path) -> None:
@@ -344,9 +344,9 @@ def test_the_interpreter_waits_for_a_save(tmp_path: Path) -> None:
         import sys, time
         from pathlib import Path
         from checkpointing.small import Small
-        from fcdp_compile.checkpointing.contents import JobObjects
-        from fcdp_compile.checkpointing.format.disk import Disk
-        from fcdp_compile.checkpointing.saving import save_on
+        from fcdp_compile.models.checkpointing.contents import JobObjects
+        from fcdp_compile.models.checkpointing.format.disk import Disk
+        from fcdp_compile.models.checkpointing.saving import save_on
 
         class Late(Disk):
             def reached(self, point):

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fcdp_compile.checkpointing.format.tree import Encoded, TensorReference, decode, encode
 from fcdp_compile.errors import CheckpointError, FcdpError
+from fcdp_compile.models.checkpointing.format.tree import Encoded, TensorReference, decode, encode
 
 floats = st.floats(allow_nan=False) | st.integers(0, 2**64 - 1).map(
     lambda bits: struct.unpack(">d", bits.to_bytes(8, "big"))[0]

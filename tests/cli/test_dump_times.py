@@ -15,7 +15,7 @@ from fcdp_compile.plan import Lane
 from fcdp_compile.plan.cost import MACHINES, Slot, Timeline
 from fcdp_compile.plan.json import from_json, write_plan
 from fcdp_compile.plan.recording import measured, write_recordings
-from fcdp_compile.simulator import simulate
+from fcdp_compile.tools.simulator import simulate
 
 
 @pytest.fixture

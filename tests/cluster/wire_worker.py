@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fcdp_compile
-from fcdp_compile.params.inner_cut import local_part
+from fcdp_compile.core.params.inner_cut import local_part
 
 WIDTH, LAYERS = 768, 8  # 9.4 M parameters, 37.8 MB
 RANK = 32

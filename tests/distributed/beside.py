@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 from tests.device.choice import device_kind
 from tests.distributed.models import Case, batch
 

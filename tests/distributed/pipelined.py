@@ -16,7 +16,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from torch.utils.checkpoint import checkpoint
 
 import fcdp_compile
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 from tests.device.choice import seeded
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 61, 24, 2, 8

@@ -21,7 +21,7 @@ import torch.export._trace
 import transformers  # noqa: F401
 
 import fcdp_compile.backend
-import fcdp_compile.sharding.shard  # noqa: F401
+import fcdp_compile.core.sharding.shard  # noqa: F401
 import tests.distributed.models
 import tests.distributed.parity
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
+from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.home_shard import HomeShard
 from tests.distributed.beside import named
 from tests.distributed.exports import (
     compare,

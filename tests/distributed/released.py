@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.params.seals import seal
+from fcdp_compile.core.params.home_shard import HomeShard
+from fcdp_compile.core.params.seals import seal
 from fcdp_compile.runtime.buckets import validity
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, Case

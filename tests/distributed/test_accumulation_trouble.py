@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fcdp_compile
 from fcdp_compile import FcdpError, Strategy
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.strategy import GradientOn
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, Case, Odd, batch

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.checkpointing.contents import JobObjects as Given
-from fcdp_compile.checkpointing.format.disk import Disk
-from fcdp_compile.checkpointing.saving import save_on
 from fcdp_compile.devices import current_device
 from fcdp_compile.errors import CheckpointError, LostRankError
+from fcdp_compile.models.checkpointing.contents import JobObjects as Given
+from fcdp_compile.models.checkpointing.format.disk import Disk
+from fcdp_compile.models.checkpointing.saving import save_on
 from tests.distributed.jobs import WORKS, Verdicts, asked, message_of, run_jobs
 from tests.distributed.jobs_checkpoint import Job, Noisy, assert_same
 from tests.distributed.models import CASES

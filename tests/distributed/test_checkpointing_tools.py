@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
+from fcdp_compile.core.params.home_shard import HomeShard
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError, PlanMismatchError
-from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, assert_close, named, whole
 from tests.distributed.jobs import WORKS, Job, Verdicts, asked, message_of, rows, run_jobs
 from tests.distributed.models import CASES, batch

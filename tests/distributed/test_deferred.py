@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.deferred import (
     SAME,
     Make,

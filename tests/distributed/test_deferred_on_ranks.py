@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, whole
 from tests.distributed.deferred import (
     SAME,

@@ -23,8 +23,8 @@ from torch.func import functional_call
 
 import fcdp_compile
 from fcdp_compile import Strategy
+from fcdp_compile.core.ranks.lost_ranks import Wait, finish, naming_lost_ranks
 from fcdp_compile.errors import LostRankError
-from fcdp_compile.ranks.lost_ranks import Wait, finish, naming_lost_ranks
 from fcdp_compile.strategy import GradientOn
 from tests.device.choice import seeded
 from tests.distributed.models import Case

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from fcdp_compile import full
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
-from fcdp_compile.sharding.shard import state_of
 from tests.device.choice import seeded
 from tests.distributed.beside import assert_close, whole
 from tests.distributed.ranks import run

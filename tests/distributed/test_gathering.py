@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.core.params.mesh import topology_of
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.mesh import topology_of
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters

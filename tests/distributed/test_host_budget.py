@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.cluster.free_memory import HostBudget, Limit
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import PlanMismatchError, StaleParameterError
 from fcdp_compile.plan import Tier
 from fcdp_compile.plan.json import read_plan
 from fcdp_compile.runtime.cache import host_budget
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.jobs import message_of
 from tests.distributed.models import CASES, batch
 from tests.distributed.parity import adamw, check_equal, fresh

@@ -36,9 +36,9 @@ from transformers import (
 )
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import CheckpointError, FcdpError
-from fcdp_compile.pretrained.folder import INDEX
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.models.pretrained.folder import INDEX
 from tests.distributed.jobs import WORKS, Job, message_of, run_jobs
 from tests.distributed.models import Odd
 
@@ -240,7 +240,7 @@ def _from_disk(mesh: DeviceMesh, *, folder: Path, change: str) -> None:
 
 def _fails_midway(mesh: DeviceMesh, *, folder: Path) -> None:
     """One rank cannot read on: all ranks raise, and say that the model is half loaded."""
-    from fcdp_compile.pretrained import source
+    from fcdp_compile.models.pretrained import source
 
     model = fcdp_compile.shard(LlamaForCausalLM(LlamaConfig(**SIZES)), mesh)
     copy, calls = source.Files.copy, []

@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcdp_compile
-from fcdp_compile.params.mesh import new_control_group, topology_of
-from fcdp_compile.ranks.process_groups import timeout_like
+from fcdp_compile.core.params.mesh import new_control_group, topology_of
+from fcdp_compile.core.ranks.process_groups import timeout_like
 from fcdp_compile.torch_compat import gloo_timeout
 from tests.distributed.ranks import kill, start
 

@@ -19,9 +19,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.plan import Kind, Variant
-from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import NodeShard, calls_dispatch_of_subclasses
 from tests.distributed.ranks import run
 

@@ -24,9 +24,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.runtime.cache import host_budget
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.ranks import run
 from tests.formulas import state_bytes
 

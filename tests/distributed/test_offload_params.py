@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Direction, Kind, Variant
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES
 from tests.distributed.parity import values

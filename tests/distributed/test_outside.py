@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import fcdp_compile
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 from tests import formulas
 from tests.device.choice import seeded
 from tests.distributed.ranks import run

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
+from fcdp_compile.core.params.registry import ParamSpec
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.params.registry import ParamSpec
-from fcdp_compile.quantised.weight import QuantisedWeight
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.models.quantised.weight import QuantisedWeight
 from tests.device.choice import is_simulated
 from tests.distributed.ranks import run
 from tests.quantised.layers import adapted, loss_of

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fcdp_compile
 from fcdp_compile.backend import bound_graphs
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.devices import current_device
 from fcdp_compile.passes.memory.choose_tiers import choose_tiers
 from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory
@@ -19,7 +20,6 @@ from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
 from fcdp_compile.plan.json import from_json, to_json
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.run import CompiledPlan
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, batch
 from tests.distributed.parity import adamw, check_equal, fresh, rank_and_ranks, values

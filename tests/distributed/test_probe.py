@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from fcdp_compile.cluster.link_fit import Timed
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, find_profile, profile_to_json
 from fcdp_compile.cluster.requests import ProbeOutcome, ProbeRequest
-from fcdp_compile.params.mesh import topology_of
-from fcdp_compile.probe.measure import _device_of, probe
-from fcdp_compile.probe.timings import Probing
+from fcdp_compile.core.params.mesh import topology_of
+from fcdp_compile.tools.probe.measure import _device_of, probe
+from fcdp_compile.tools.probe.timings import Probing
 from tests.distributed import ranks
 
 pytestmark = pytest.mark.distributed

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.params.layout import ParamLayout
-from fcdp_compile.params.packing import rows_of
+from fcdp_compile.core.params.layout import ParamLayout
+from fcdp_compile.core.params.packing import rows_of
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.plan import Tier
-from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy.formats import CODINGS, Format
 from tests.device.choice import is_simulated, seeded
 from tests.distributed.models import VOCABULARY

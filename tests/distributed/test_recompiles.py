@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer as torch_optimizer
 
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 from tests.distributed.models import batch
 from tests.distributed.parity import (
     GRADIENT_FLOOR,

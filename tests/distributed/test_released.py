@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.params.home_shard import HomeShard
+from fcdp_compile.core.params.home_shard import HomeShard
 from tests.device.choice import seeded
 from tests.distributed.beside import Beside, named, whole
 from tests.distributed.jobs import WORKS, Job, Verdicts, asked, rows, run_jobs

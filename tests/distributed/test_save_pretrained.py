@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fcdp_compile
+from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.pretrained.exporting import export
+from fcdp_compile.models.pretrained.exporting import export
 from fcdp_compile.torch_compat import DispatchMode, storage_id, tree_leaves
 from tests.distributed.beside import whole
 from tests.distributed.exports import (

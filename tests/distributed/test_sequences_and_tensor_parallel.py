@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.params.inner_cut import local_part
+from fcdp_compile.core.params.inner_cut import local_part
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.plan import Direction, Plan, Variant
-from fcdp_compile.sharding.shard import state_of
 from tests import formulas
 from tests.distributed import cut_models, test_bytes, test_context
 from tests.distributed.models import batch

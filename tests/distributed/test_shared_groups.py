@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.plan import Lane
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.parity import check_close, fresh, rank_and_ranks
 from tests.distributed.ranks import run
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.core.sharding.shard import state_of
 from tests.device.choice import seeded
 from tests.distributed.beside import TOLERANCE, Beside, assert_close, named, sgd, whole
 from tests.distributed.models import CASES, Case, Odd, with_lora

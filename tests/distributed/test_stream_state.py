@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fcdp_compile
+from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.params.home_shard import HomeShard
 from tests.distributed.beside import named, whole
 from tests.distributed.exports import (
     ADAPTED,

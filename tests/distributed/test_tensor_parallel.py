@@ -21,9 +21,9 @@ from torch.distributed.tensor.parallel import (
 import fcdp_compile
 from builders_planner import make_profile
 from fcdp_compile import Strategy
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.planner import Job, estimate, trace
-from fcdp_compile.sharding.shard import state_of
+from fcdp_compile.tools.planner import Job, estimate, trace
 from tests.distributed.cut_models import (
     CASES,
     ONE_LENGTH,

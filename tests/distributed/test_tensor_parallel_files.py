@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 import fcdp_compile
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.pretrained import load
-from fcdp_compile.pretrained.source import Files
+from fcdp_compile.models.pretrained import load
+from fcdp_compile.models.pretrained.source import Files
 from tests.device.choice import seeded
 from tests.distributed.cut_models import (
     VOCABULARY,

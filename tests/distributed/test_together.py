@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.core.params.mesh import topology_of
+from fcdp_compile.core.ranks.messages import together
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.mesh import topology_of
-from fcdp_compile.ranks.messages import together
 from tests.distributed.ranks import run
 
 pytestmark = pytest.mark.distributed

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Kind
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.beside import Beside, assert_close, sgd, whole
 from tests.distributed.jobs import WORKS, Job, asked, message_of, rows, run_jobs
 from tests.distributed.models import CASES, batch, llama, with_lora

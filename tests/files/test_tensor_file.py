@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from fcdp_compile.files.safetensors_writer import DTYPES, TensorFileWriter, TensorMeta
+from fcdp_compile.models.files.safetensors_writer import DTYPES, TensorFileWriter, TensorMeta
 
 
 def meta(tensor: torch.Tensor) -> TensorMeta:

@@ -111,11 +111,13 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
     assert sorted(Path(name) for name in names if name.endswith(".py")) == python_files()
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     page = {
-        f"fcdp_compile/view/timeline/{f.name}"
-        for f in (ROOT / "fcdp_compile/view/timeline").iterdir()
+        f"fcdp_compile/tools/view/timeline/{f.name}"
+        for f in (ROOT / "fcdp_compile/tools/view/timeline").iterdir()
     }
     assert (
-        page == {name for name in names if name.startswith("fcdp_compile/view/timeline/")} != set()
+        page
+        == {name for name in names if name.startswith("fcdp_compile/tools/view/timeline/")}
+        != set()
     )
     assert any(name.endswith("/licenses/LICENSE") for name in names)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations.transformers import MFU, FcdpOptions, Trainer
-from fcdp_compile.sharding.shard import state_of
 from tests.integrations.test_trl import ARGUMENTS, _model
 
 _EAGER = FcdpOptions(strategy="zero3", options={"compute": "eager"})

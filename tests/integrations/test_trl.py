@@ -27,11 +27,11 @@ from transformers import (
 from trl.experimental import gkd
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations import trl as ours
 from fcdp_compile.integrations import trl_experimental
 from fcdp_compile.integrations.transformers import SENT
-from fcdp_compile.sharding.shard import state_of
 from tests.distributed.ranks import run
 from tests.integrations.test_trainer import TOLERANCE, whole
 

@@ -15,9 +15,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import fcdp_compile
+from fcdp_compile.core.sharding import refusals
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.optimizers.muon import newton_schulz
-from fcdp_compile.sharding import refusals
 from fcdp_compile.strategy.home_nodes import balanced, home_nodes
 
 sides = st.integers(1, 4096)

@@ -22,11 +22,11 @@ from torch.optim.lr_scheduler import StepLR
 
 import fcdp_compile
 from fcdp_compile.cluster.free_memory import HostBudget, Limit
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError, CheckpointError, FcdpError
 from fcdp_compile.plan import Lane
 from fcdp_compile.runtime.cache import host_budget
 from fcdp_compile.runtime.lanes.lanes import Lanes
-from fcdp_compile.sharding.shard import state_of
 from tests.device.checked import CheckedDevice
 from tests.formulas import bytes_of_host_steps, state_bytes
 from tests.offloaded import (

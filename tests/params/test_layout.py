@@ -11,8 +11,8 @@ from hypothesis import given
 from torch.distributed.tensor import Shard
 
 from builders_plan import ranks, shapes
-from fcdp_compile.params.layout import ParamLayout, choose_dim, chunk_rows
-from fcdp_compile.params.packing import rows_of
+from fcdp_compile.core.params.layout import ParamLayout, choose_dim, chunk_rows
+from fcdp_compile.core.params.packing import rows_of
 
 rows_and_chunks = st.tuples(st.integers(0, 300), st.integers(1, 40))
 

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from builders_plan import ranks, shapes
 from fcdp_compile import torch_compat
-from fcdp_compile.params.layout import ParamLayout
-from fcdp_compile.params.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from fcdp_compile.core.params.layout import ParamLayout
+from fcdp_compile.core.params.packing import pack_grads, pack_home, unpack_full, unpack_grads
 from tests.passes.lockstep import cut
 
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int8])

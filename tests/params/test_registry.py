@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from builders_graph import Where, key_of, make_spec
+from fcdp_compile.core.params import registry
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params import registry
-from fcdp_compile.params.registry import ParamSpec
 
 SPEC = make_spec("w", (5, 3), Where())
 

@@ -12,7 +12,7 @@ import pytest
 from builders_gpt import HIDDEN, TOKENS, VOCABULARY, WHERE, gpt
 from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
 from fcdp_compile.plan.cost import Link, Machine, Timeline
-from fcdp_compile.simulator import simulate
+from fcdp_compile.tools.simulator import simulate
 from tests.marks import quick
 
 FORWARD = (Direction.FORWARD, Variant.COLD)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from builders_graph import Lowered, Shape, Where, lower_toy
 from builders_plan import shapes
-from fcdp_compile.params.layout import choose_dim
+from fcdp_compile.core.params.layout import choose_dim
 from fcdp_compile.plan import Direction, Variant
 from tests.passes import lockstep
 

@@ -18,10 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from builders_graph import Where, calls, make_spec, make_specs
+from fcdp_compile.core.params import registry
+from fcdp_compile.core.params.home_shard import HomeShard
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.params import registry
-from fcdp_compile.params.home_shard import HomeShard
-from fcdp_compile.params.registry import ParamSpec
 from fcdp_compile.passes.partition import check_saved, partition
 from fcdp_compile.torch_compat import (
     aot_autograd,

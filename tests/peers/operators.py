@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 import fcdp_compile
+from fcdp_compile.core.params.home_collectives import part_of
+from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.params.home_collectives import part_of
-from fcdp_compile.params.home_tensor import HomeTensor
 from tests.distributed.parity import whole
 from tests.peers.outcomes import SkippedError
 

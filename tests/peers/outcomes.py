@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.files.aside import written_aside
+from fcdp_compile.models.files.aside import written_aside
 
 
 class Status(StrEnum):

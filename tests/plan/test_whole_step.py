@@ -17,7 +17,7 @@ from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Plan, Schedule, Ste
 from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.plan.whole_step import drain_begins, of_one_step, whole_step
 from fcdp_compile.runtime.program import drain
-from fcdp_compile.simulator import simulate
+from fcdp_compile.tools.simulator import simulate
 
 MACHINE = Machine(
     inter=Link(latency_s=0.0, bytes_per_s=1e6),

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from builders_planner import make_job, make_profile
 from fcdp_compile.cluster.requests import PACKED_FORMATS, PackedFormat
 from fcdp_compile.plan import Bucket, Kind, Placement, Tier
-from fcdp_compile.planner import Estimate, TracedModel, estimate, trace
-from fcdp_compile.planner.source import PackedLinear
-from fcdp_compile.planner.traced import Inputs
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.formulas import Costs, F, N, T, a, b, costs, g, s
+from fcdp_compile.tools.planner import Estimate, TracedModel, estimate, trace
+from fcdp_compile.tools.planner.source import PackedLinear
+from fcdp_compile.tools.planner.traced import Inputs
 from tests.marks import quick
 
 SIZES = [(2, 2), (4, 8), (3, 5)]

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from fcdp_compile.cluster.profile import CLUSTERS
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.planner import Job, estimate, trace
-from fcdp_compile.planner.ranking import rank
-from fcdp_compile.planner.saved import load, save
-from fcdp_compile.planner.traced import TracedModel
-from fcdp_compile.simulator import Conditions
 from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.planner import Job, estimate, trace
+from fcdp_compile.tools.planner.ranking import rank
+from fcdp_compile.tools.planner.saved import load, save
+from fcdp_compile.tools.planner.traced import TracedModel
+from fcdp_compile.tools.simulator import Conditions
 
 SEQ = 32
 

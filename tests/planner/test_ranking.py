@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from builders_planner import MACHINE, faster, make_job, make_profile
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan.cost import Link
-from fcdp_compile.planner import (
+from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.planner import (
     Job,
     Ranking,
     TracedModel,
@@ -22,9 +23,8 @@ from fcdp_compile.planner import (
     sensible,
     trace,
 )
-from fcdp_compile.planner.ranking_table import ranking_record
-from fcdp_compile.planner.traced import Inputs
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.planner.ranking_table import ranking_record
+from fcdp_compile.tools.planner.traced import Inputs
 
 WIDTH, LAYERS = 512, 6
 MODEL_BYTES = 4 * LAYERS * WIDTH * WIDTH

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from builders_planner import LENGTH, Losing, make_job, make_profile, traced
 from fcdp_compile.cluster.profile import write_profile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.plan import Kind, Plan, Schedule, Tier
-from fcdp_compile.planner import Estimate, estimate
-from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.planner import Estimate, estimate
 from tests.distributed.models import batch
 from tests.distributed.ranks import run
 

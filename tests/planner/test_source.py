@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.planner.source import ModelOptions, find_source
-from fcdp_compile.planner.traced import trace
-from fcdp_compile.quantised.weight import QuantisedWeight
+from fcdp_compile.models.quantised.weight import QuantisedWeight
+from fcdp_compile.tools.planner.source import ModelOptions, find_source
+from fcdp_compile.tools.planner.traced import trace
 from fcdp_compile.torch_compat import tracing_mode
 
 pytest.importorskip("transformers", reason="configurations need transformers")

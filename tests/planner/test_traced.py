@@ -24,9 +24,11 @@ from builders_planner import (
     traced,
 )
 from fcdp_compile.cluster.requests import PACKED_FORMATS
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Plan, Variant
-from fcdp_compile.planner import (
+from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.planner import (
     Estimate,
     ModelOptions,
     Source,
@@ -36,10 +38,8 @@ from fcdp_compile.planner import (
     trace,
     traced_model,
 )
-from fcdp_compile.planner.source import PackedLinear
-from fcdp_compile.planner.traced import TRACED_BATCH, Inputs
-from fcdp_compile.sharding.shard import state_of
-from fcdp_compile.strategy import Strategy
+from fcdp_compile.tools.planner.source import PackedLinear
+from fcdp_compile.tools.planner.traced import TRACED_BATCH, Inputs
 from tests.distributed.ranks import run
 from tests.marks import quick
 
@@ -346,7 +346,7 @@ def test_parameters_that_no_graph_reads_are_told_of(caplog: pytest.LogCaptureFix
     def told(source: Source) -> list[str]:
         caplog.clear()
         traced_model(source, OPTIONS)
-        return [r.getMessage() for r in caplog.records if r.name == "fcdp_compile.planner"]
+        return [r.getMessage() for r in caplog.records if r.name == "fcdp_compile.tools.planner"]
 
     for _ in range(2):  # traced, then kept
         (text,) = told(Source(name="it", build=build, identity="it"))

@@ -27,8 +27,8 @@ from transformers import (
 )
 
 import fcdp_compile
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.sharding.shard import state_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

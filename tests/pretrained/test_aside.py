@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fcdp_compile.pretrained.exporting.export import Aside
+from fcdp_compile.models.pretrained.exporting.export import Aside
 
 INDEX = "model.safetensors.index.json"
 Files = Mapping[str, str]

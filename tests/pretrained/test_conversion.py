@@ -24,10 +24,10 @@ from transformers.core_model_loading import (
 )
 
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.pretrained.conversion import Target, converted
-from fcdp_compile.pretrained.folder import read_header
-from fcdp_compile.pretrained.huggingface import reading_order
-from fcdp_compile.pretrained.source import Files, Leaf
+from fcdp_compile.models.pretrained.conversion import Target, converted
+from fcdp_compile.models.pretrained.folder import read_header
+from fcdp_compile.models.pretrained.huggingface import reading_order
+from fcdp_compile.models.pretrained.source import Files, Leaf
 
 MODEL = LlamaForCausalLM(
     LlamaConfig(

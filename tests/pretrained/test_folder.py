@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.pretrained.folder import INDEX, SINGLE, open_checkpoint
+from fcdp_compile.models.pretrained.folder import INDEX, SINGLE, open_checkpoint
 
 A, B = "a.safetensors", "b.safetensors"
 

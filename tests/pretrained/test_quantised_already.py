@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fcdp_compile
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.quantised.weight import QuantisedWeight
+from fcdp_compile.models.quantised.weight import QuantisedWeight
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 

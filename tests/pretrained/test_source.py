@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fcdp_compile.pretrained.folder import read_header
-from fcdp_compile.pretrained.source import (
+from fcdp_compile.models.pretrained.folder import read_header
+from fcdp_compile.models.pretrained.source import (
     Files,
     Joined,
     Leaf,

@@ -18,8 +18,8 @@ from fcdp_compile.cluster.profile import Measured, find_profile
 from fcdp_compile.cluster.requests import ProbeRequest
 from fcdp_compile.devices import Cpu, Cuda
 from fcdp_compile.plan.cost import MACHINES, Link
-from fcdp_compile.probe.measure import Findings, profile_of, sizes_up_to
-from fcdp_compile.probe.timings import Arithmetic, ranks_on_device
+from fcdp_compile.tools.probe.measure import Findings, profile_of, sizes_up_to
+from fcdp_compile.tools.probe.timings import Arithmetic, ranks_on_device
 
 KIB, MIB = 2**10, 2**20
 BUS = Link(latency_s=1e-5, bytes_per_s=12e9)
@@ -145,7 +145,7 @@ def test_a_gpu_is_shared_by_those_that_see_the_same(
 def test_a_machine_that_does_not_say_what_memory_it_has(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fcdp_compile.probe.measure.total_bytes", lambda: None)
+    monkeypatch.setattr("fcdp_compile.tools.probe.measure.total_bytes", lambda: None)
     told = refusal(capsys, "probe", *QUICK, "--inter", "10G")
     assert "gives this machine's memory, which a profile needs" in told
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import fcdp_compile
 from fcdp_compile.errors import ArgumentError, UnshardedParameterError
-from fcdp_compile.pretrained.destination import quantised_in_pieces
-from fcdp_compile.quantised.formats import take_apart
-from fcdp_compile.quantised.weight import QuantisedWeight, unfolded
+from fcdp_compile.models.pretrained.destination import quantised_in_pieces
+from fcdp_compile.models.quantised.formats import take_apart
+from fcdp_compile.models.quantised.weight import QuantisedWeight, unfolded
 from tests.device.choice import seeded
 from tests.marks import quick
 from tests.quantised.layers import LAYERS, WIDTH, adapted, four_bit, loss_of

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from fcdp_compile.core.ranks.rendezvous import name_of_attempt
 from fcdp_compile.errors import LostRankError
-from fcdp_compile.ranks.rendezvous import name_of_attempt
 
 RANKS = 4
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.2)

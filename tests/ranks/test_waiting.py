@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcdp_compile.core.ranks import lost_ranks
+from fcdp_compile.core.ranks.lost_ranks import Wait, finish
 from fcdp_compile.errors import LostRankError
-from fcdp_compile.ranks import lost_ranks
-from fcdp_compile.ranks.lost_ranks import Wait, finish
 from fcdp_compile.runtime.collectives.collectives import Telling
 
 

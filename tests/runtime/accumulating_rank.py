@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from builders_plan import make_bucket, make_placement
+from fcdp_compile.core.params.packing import unpack_grads
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.packing import unpack_grads
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache

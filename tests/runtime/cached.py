@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from builders_plan import make_bucket
+from fcdp_compile.core.params.spec import Home
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.spec import Home
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.cache.pinned import PinnedPool

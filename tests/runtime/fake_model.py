@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from builders_graph import Lowered
+from fcdp_compile.core.params.layout import choose_dim
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.layout import choose_dim
 from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from builders_graph import Where, lower_toy
+from fcdp_compile.core.params.late import Awaited, LateTensor
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.late import Awaited, LateTensor
 from fcdp_compile.plan import Direction, Kind
 from fcdp_compile.runtime.drains import Drains
 from fcdp_compile.torch_compat import MemoryLayout

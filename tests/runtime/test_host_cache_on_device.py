@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from fcdp_compile.params.mesh import Topology
+from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
 from fcdp_compile.runtime.collectives.counters import Counters

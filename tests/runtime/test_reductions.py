@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fcdp_compile.core.params.packing import is_narrow
 from fcdp_compile.devices import Cpu
-from fcdp_compile.params.packing import is_narrow
 from fcdp_compile.runtime.collectives import bodies, channel
 from fcdp_compile.runtime.collectives.channel import Channel
 from fcdp_compile.runtime.lanes.lanes import Scratch

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from builders_graph import Where, lower_toy
-from fcdp_compile.params.layout import choose_dim
+from fcdp_compile.core.params.layout import choose_dim
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Direction, Kind, Variant
 from fcdp_compile.plan.whole_step import leading

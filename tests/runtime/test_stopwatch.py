@@ -11,9 +11,9 @@ import torch
 
 from fcdp_compile.cluster.link_fit import Timed
 from fcdp_compile.devices import Cpu
-from fcdp_compile.probe.stopwatch import Stopwatch
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.lanes.tasks import Pending
+from fcdp_compile.tools.probe.stopwatch import Stopwatch
 
 CPU = Cpu()
 

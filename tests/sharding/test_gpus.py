@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from fcdp_compile import make_mesh
+from fcdp_compile.core.params import mesh
+from fcdp_compile.core.sharding.refusals import warn_of_torch
+from fcdp_compile.core.sharding.replicas import agree_on_gpus
 from fcdp_compile.devices import Cpu, Cuda, are_on_stream
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.params import mesh
-from fcdp_compile.sharding.refusals import warn_of_torch
-from fcdp_compile.sharding.replicas import agree_on_gpus
 
 _CUDA, _CPU = Cuda(torch.device("cuda", 0)), Cpu()
 
@@ -109,7 +109,7 @@ class _Ranks:
 @pytest.mark.parametrize("has_nccl", [True, False])
 def test_ranks_agree_on_their_gpus(has_nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "fcdp_compile.sharding.replicas.are_blocking", lambda topology, device: not has_nccl
+        "fcdp_compile.core.sharding.replicas.are_blocking", lambda topology, device: not has_nccl
     )
     topology: Any = SimpleNamespace(ranks=2, device_type="cuda")
     some: Any = _Ranks(monkeypatch, [("a", 80), ("b", 40)])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fcdp_compile.simulator.conditions import Conditions, Jitter, fold
+from fcdp_compile.tools.simulator.conditions import Conditions, Jitter, fold
 
 
 @pytest.mark.parametrize("deviation", [0.05, 0.5])

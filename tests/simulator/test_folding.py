@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from builders_cluster import buckets_for, make_profile, schedules
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan import Schedule
-from fcdp_compile.simulator import Conditions, simulate_step
-from fcdp_compile.simulator.engine import Engine
-from fcdp_compile.simulator.rings import Collectives
-from fcdp_compile.simulator.tasks import Cluster, tasks_of
+from fcdp_compile.tools.simulator import Conditions, simulate_step
+from fcdp_compile.tools.simulator.engine import Engine
+from fcdp_compile.tools.simulator.rings import Collectives
+from fcdp_compile.tools.simulator.tasks import Cluster, tasks_of
 from tests.simulator.every_rank import EveryRank, Node
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 2), (3, 4)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from builders_cluster import INTRA, Program, buckets_for, make_profile, make_schedule, schedules
 from fcdp_compile.plan import Kind, Lane, Schedule
 from fcdp_compile.plan.cost import Machine, Slot
-from fcdp_compile.simulator import Conditions, simulate, simulate_step
+from fcdp_compile.tools.simulator import Conditions, simulate, simulate_step
 
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 5))
 

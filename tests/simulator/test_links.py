@@ -7,7 +7,7 @@ import pytest
 from builders_cluster import BUS, Program, buckets_for, make_profile
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.plan import Kind, Lane
-from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simulate_step
+from fcdp_compile.tools.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 
 MB = 10**6
 MS = 1e-3

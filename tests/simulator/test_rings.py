@@ -19,8 +19,8 @@ from builders_plan import make_bucket
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.plan import Bucket, Direction, Kind, Lane, Schedule, Step, Variant
 from fcdp_compile.plan.kinds import INTER_KINDS
-from fcdp_compile.simulator import Collectives, SimulatedStep, simulate_step
 from fcdp_compile.strategy import PRESETS, Scope, Strategy
+from fcdp_compile.tools.simulator import Collectives, SimulatedStep, simulate_step
 
 NODES, RANKS = 3, 2
 G = NODES * RANKS

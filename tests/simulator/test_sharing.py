@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from fcdp_compile.simulator.sharing import Demand, LinkUse, SharedLink, Sharing
+from fcdp_compile.tools.simulator.sharing import Demand, LinkUse, SharedLink, Sharing
 
 demands = st.builds(
     Demand,

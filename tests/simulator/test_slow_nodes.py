@@ -9,7 +9,7 @@ import pytest
 
 from builders_cluster import INTER, Program, buckets_for, make_profile
 from fcdp_compile.plan import Kind, Lane
-from fcdp_compile.simulator import Conditions, SimulatedStep, simulate_step
+from fcdp_compile.tools.simulator import Conditions, SimulatedStep, simulate_step
 
 MB = 10**6
 MS = 1e-3

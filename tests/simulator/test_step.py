@@ -22,7 +22,7 @@ from builders_cluster import (
 )
 from fcdp_compile.cluster.profile import CLUSTERS, ClusterProfile
 from fcdp_compile.plan import Kind, Lane, Schedule
-from fcdp_compile.simulator import Collectives, Conditions, SimulatedStep, simulate_step
+from fcdp_compile.tools.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 
 MB = 10**6
 MS = 1e-3

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fcdp_compile.params.spec import Home, fit_strategy
-from fcdp_compile.sharding.refusals import warn_of_no_frozen
+from fcdp_compile.core.params.spec import Home, fit_strategy
+from fcdp_compile.core.sharding.refusals import warn_of_no_frozen
 from fcdp_compile.strategy import PRESETS, Cache, GradientOn, Life, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
 

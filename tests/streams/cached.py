@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcdp_compile.params.spec import Home
+from fcdp_compile.core.params.spec import Home
 from fcdp_compile.plan import Lane, Tier
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import fcdp_compile
 from benchmarks.gpu.workers.echo import init_echo
+from fcdp_compile.core.sharding import shard as shard_module
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.plan import Kind, Tier
-from fcdp_compile.sharding import shard as shard_module
-from fcdp_compile.sharding.shard import state_of
 from tests.device.build import extension
 from tests.device.checked import CheckedDevice
 from tests.device.sim import KIND, Sim

@@ -16,8 +16,8 @@ from fcdp_compile.plan import Direction, Kind, Lane, Schedule, Variant
 from fcdp_compile.plan.cost import MACHINES
 from fcdp_compile.plan.json import write_plan
 from fcdp_compile.plan.recording import RecordedRun, timelines, write_recordings
-from fcdp_compile.simulator import simulate
-from fcdp_compile.view.chrome_trace import Event, chrome_trace
+from fcdp_compile.tools.simulator import simulate
+from fcdp_compile.tools.view.chrome_trace import Event, chrome_trace
 
 PLAN = make_plan()
 MACHINE = MACHINES["cpu"]

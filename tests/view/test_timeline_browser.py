@@ -16,9 +16,9 @@ from builders_gpt import gpt_plan
 from builders_plan import make_bucket, make_plan, with_inner
 from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Variant
 from fcdp_compile.plan.cost import MACHINES, Link
-from fcdp_compile.simulator import simulate
-from fcdp_compile.view.story import readable_bytes
-from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.tools.simulator import simulate
+from fcdp_compile.tools.view.story import readable_bytes
+from fcdp_compile.tools.view.timeline_html import ScheduleKey, timeline_html
 from tests.colors import contrast, luminance
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

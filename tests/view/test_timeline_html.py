@@ -28,9 +28,9 @@ from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Varia
 from fcdp_compile.plan.cost import MACHINES, Slot, Timeline
 from fcdp_compile.plan.json import write_plan
 from fcdp_compile.plan.kinds import Flow
-from fcdp_compile.simulator import simulate
-from fcdp_compile.view.story import Story, moved, readable_bytes, tell, tell_sharding
-from fcdp_compile.view.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.tools.simulator import simulate
+from fcdp_compile.tools.view.story import Story, moved, readable_bytes, tell, tell_sharding
+from fcdp_compile.tools.view.timeline_html import ScheduleKey, timeline_html
 from tests.colors import VISION, seen
 
 MACHINE = MACHINES["cuda"]

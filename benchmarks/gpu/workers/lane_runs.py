@@ -19,9 +19,9 @@ from torch import Tensor
 from benchmarks.gpu.results import LaneRun, LaneRuns
 from benchmarks.gpu.workers.copies import synchronize
 from benchmarks.gpu.workers.setting import Setting
+from fcdp_compile.core.ranks.lost_ranks import Wait
 from fcdp_compile.devices import device_of
 from fcdp_compile.plan import Lane
-from fcdp_compile.ranks.lost_ranks import Wait
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.bodies import (
     all_reduce,

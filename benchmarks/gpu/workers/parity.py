@@ -28,10 +28,10 @@ from benchmarks.gpu.results import Parity, ParityCase
 from benchmarks.gpu.workers.setting import Setting
 from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import Shape
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.devices import device_of
 from fcdp_compile.plan import Direction, Variant
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import eager_random
 
 NODES = 2

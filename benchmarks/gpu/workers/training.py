@@ -26,11 +26,11 @@ from benchmarks.gpu.workers.traces import FORWARD, gaps_of, kept_events
 from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import Shape
 from benchmarks.systems.train_torch import TorchTrainer
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.devices import StreamDevice
 from fcdp_compile.plan import Tier
 from fcdp_compile.runtime.collectives.collectives import are_blocking
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import every_thread
 
 _WARM_UP, _STEPS, _TRACED = 2, 10, 2

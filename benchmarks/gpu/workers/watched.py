@@ -28,9 +28,9 @@ from benchmarks.systems.model import make_batch, make_model
 from benchmarks.systems.shape import QUICK
 from benchmarks.systems.train_torch import make_adamw
 from fcdp_compile.backend import fcdp
+from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.devices import StreamDevice, device_of
 from fcdp_compile.plan import Kind
-from fcdp_compile.sharding.shard import state_of
 from fcdp_compile.torch_compat import Sanitizer, cuda_sanitizer
 from tests.device.checked import check_streams
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from fcdp_compile.cli.tables.table import mib, ms, table, wrapped
 from fcdp_compile.errors import RecordingError
-from fcdp_compile.files.json_records import one_line
+from fcdp_compile.models.files.json_records import one_line
 from fcdp_compile.plan import INNER, Bucket, Lane, Placement, Plan, Schedule, Step
 from fcdp_compile.plan.cost import Machine, Slot, Timeline
 from fcdp_compile.plan.recording import SUFFIX, ScheduleKey, read_recordings, timelines
-from fcdp_compile.simulator import simulate
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.view.short_names import fold_numbers, fold_params
+from fcdp_compile.tools.simulator import simulate
+from fcdp_compile.tools.view.short_names import fold_numbers, fold_params
 
 _BUCKET_HEADERS = (
     "bucket",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fcdp_compile.cli.tables.table import table
 from fcdp_compile.cluster.link_fit import Timed, worst_deviation
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, Sample
-from fcdp_compile.files.json_records import one_line
+from fcdp_compile.models.files.json_records import one_line
 from fcdp_compile.plan.cost import Link
 
 _TABLE_BYTES = 16 * 10**9

@@ -1,0 +1,1 @@
+"""What `shard` makes of a model: its parameters, its ranks."""

@@ -1,0 +1,395 @@
+"""The class that a sharded module gets: a subclass of its own class with the same name.
+
+Within the forward of any module of the sharded model, when activation checkpointing recomputes, and in every
+graph that Dynamo traces, reading a parameter's attribute gathers the parameter (`fcdp::unshard`).  Elsewhere
+the attribute is the parameter itself, so that freezing, optimizers, merging adapters and `state_dict` work as
+without fcdp.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.core.params.derived import local_of
+from fcdp_compile.core.params.gate import Gate, Read
+from fcdp_compile.core.params.home_shard import HomeShard, check_cut, key_of, placements_of
+from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.inner_cut import InnerTensor
+from fcdp_compile.core.params.registry import spec_of, whole_error
+from fcdp_compile.core.sharding.refusals import is_ignored
+from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
+from fcdp_compile.models.quantised.weight import QuantisedWeight
+from fcdp_compile.ops import REQUIRE_GRAD, UNSHARD
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.torch_compat import is_in_derivative, is_recomputing, skip_frame, tree_map_only
+
+STATE = "_fcdp"
+"""The attribute of a sharded module that holds its `ModuleState`."""
+
+
+class ModuleState:
+    """The state of a sharded module: its model, the keys of its own parameters, the gate.
+
+    alike: for each parameter, the key of the first one that is alike (`passes.planning.alike`).
+    cuts: the placements of its own parameters.  is_on_mesh: whether they are DTensors, as with several ranks.
+    """
+
+    def __init__(self, model: ShardedModel, gate: Gate, keys: dict[str, str]) -> None:
+        self.model = model
+        self.gate = gate
+        self.keys = keys
+        self.is_on_mesh = model.topology.home_mesh is not None
+        self.alike = {name: model.records.alike[key] for name, key in keys.items()}
+        specs = {name: model.spec(key) for name, key in keys.items()}
+        self.cuts = {n: placements_of(spec) for n, spec in specs.items()}
+        self.inner = {
+            name: InnerTensor(spec.inner)
+            for name, spec in specs.items()
+            if spec.inner is not None and spec.inner.mesh is not None
+        }
+
+
+def sharded_class(
+    cls: type[nn.Module], names: tuple[str, ...], input_dtype: torch.dtype | None, is_root: bool
+) -> type:
+    """Make a subclass of `cls` whose attributes with these names gather.
+
+    input_dtype: the dtype that floating point inputs of its forward are cast to.
+    """
+    members: dict[str, Any] = {name: _gathering_property(name) for name in names}
+    members["__reduce_ex__"] = _refuse_to_copy
+    members["_apply"] = _apply_to_buffers(cls._apply)
+    members["_fcdp_key_of"] = _fcdp_key_of
+    members["compile"] = _compile_within_gate(cls)
+    if callable(getattr(cls, "save_pretrained", None)):
+        members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
+    if cls.forward is not nn.Module.forward:
+        members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
+        members["_fcdp_only_asks_for_gradients"] = _fcdp_only_asks_for_gradients
+    if is_root:
+        members["__call__"] = _noted_call(cls)
+        members["_fcdp_refuse_new_parameters"] = _fcdp_refuse_new_parameters
+    members["__module__"], members["__qualname__"] = cls.__module__, cls.__qualname__
+    return type(cls.__name__, (cls,), members)
+
+
+def _state(module: nn.Module) -> ModuleState:
+    state: Any = module._fcdp  # nn.Module's attributes are typed as tensors and modules
+    found: ModuleState = state
+    return found
+
+
+def _saving(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        own_save = import_module("fcdp_compile.models.pretrained.exporting.export")
+        return own_save.save_own(self, _state(self).model, inner, args, kwargs)
+
+    return save_pretrained
+
+
+def _in_group(state: ModuleState, name: str, part: Tensor) -> Tensor:
+    """A gathered parameter as the module computes with it: a DTensor if ranks of "tp" have parts of it."""
+    return state.inner[name].of(part) if name in state.inner else part
+
+
+def _gathering_property(name: str) -> property:
+    """The attribute of a sharded parameter.
+
+    Outside of the model's forward it is the parameter.  Within, it is the gathered parameter: already whole
+    within `gathered`; else gathered by the op `UNSHARD`, once its class and cut are checked; traced, with the
+    key that Dynamo takes for a constant; eager, with a note for the backward of what was read.
+    """
+
+    def get(self: nn.Module) -> Tensor:
+        parameter = self._parameters.get(name)
+        state = _state(self)
+        if parameter is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no parameter {name!r}")
+        # When a backward recomputes a checkpointed function, no forward is running.
+        if not (torch.compiler.is_compiling() or state.gate.inside or is_recomputing()):
+            return parameter
+        if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
+            # In the dtype of gathered parameters; no copy if the home shards have this dtype.
+            return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
+        # Some tensor parallel layers compute with local tensors: they put `to_local` in a parameter's place.
+        is_local = name in state.inner and not isinstance(parameter, DTensor)
+        _refuse_derivatives()
+        if state.is_on_mesh and not isinstance(parameter, DTensor) and not is_local:
+            # Check the class, which is the same on all ranks: on some ranks a shard has the whole shape too.
+            raise whole_error(state.keys[name].partition(":")[2], parameter)
+        if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
+            # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
+            check_cut(parameter, state.keys[name], state.cuts[name])
+        local: Tensor = parameter
+        if isinstance(parameter, HomeTensor) and not torch.compiler.is_compiling():
+            local = local_of(parameter)  # UNSHARD brings back what it reads
+        elif isinstance(parameter, DTensor):
+            local = parameter.to_local()
+        if not torch.compiler.is_compiling():
+            with _counting_writes():
+                full: Tensor = UNSHARD(local, state.keys[name])
+            if state.gate.reads is not None and not full.is_inference():
+                state.gate.reads.append(Read.of(state.keys[name], full))
+        else:
+            own: Any = self
+            full = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))
+        return full if is_local else _in_group(state, name, full)
+
+    def put(self: nn.Module, value: Any) -> NoReturn:
+        # Reached once the parameter is gone: before, nn.Module's own assignment replaces parameters.
+        raise FcdpError(
+            f"{type(self).__name__}.{name} is sharded, and no other tensor can take its place; do not wrap a "
+            "sharded model in FullyShardedDataParallel, and parametrize modules before fcdp_compile.shard"
+        )
+
+    return property(get, put)
+
+
+@contextmanager
+def _counting_writes() -> Iterator[None]:
+    """Make tensors in inference mode that have a version, by which writes to them are noticed."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.  Dynamo guards the arguments and not the key, so
+# equal modules share a trace if their parameters are alike.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_key_of(module: nn.Module, name: str, alike: str) -> str:
+    return _state(module).keys[name]
+
+
+def _forward_within_gate(
+    cls: type[nn.Module], input_dtype: torch.dtype | None, is_root: bool
+) -> Callable[..., Any]:
+    inner: Callable[..., Any] = cls.forward
+
+    # After a graph break inside, Python runs this frame and sets the gate for code that runs eagerly;
+    # without a graph break, Dynamo removes the assignments.
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_root:
+            self._fcdp_refuse_new_parameters()
+        if input_dtype is not None:
+            args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
+        gate = _state(self).gate
+        run = inner if torch.compiler.is_compiling() else functools.partial(gate.watch, inner)
+        if gate.inside:
+            # Dynamo of torch 2.11 allows no assignments in a checkpointed function.
+            return _requiring_grad(self, run(self, *args, **kwargs))
+        gate.inside = True
+        try:
+            return _requiring_grad(self, run(self, *args, **kwargs))
+        finally:
+            gate.inside = False
+
+    # Dynamo counts recompiles by code object: a shared object would add up all classes and models.
+    own: Any = forward
+    own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
+    return forward
+
+
+def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:
+    inner: Callable[..., None] = cls.compile
+
+    @functools.wraps(inner)
+    def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        inner(self, *args, **kwargs)
+        compiled: Any = self._compiled_call_impl
+        gate, model = _state(self).gate, _state(self).model
+
+        # The gate is a guard of the compiled code, and activation checkpointing calls a module outside of
+        # any forward, where its code must not be compiled again.
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if model.whole:  # as in `_noted_call`, which does not reach what was compiled in place
+                return torch.compiler.disable(self._call_impl)(*args, **kwargs)
+            before = gate.inside, gate.calls.inside
+            gate.inside = gate.calls.inside = True
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                gate.inside, gate.calls.inside = before
+
+        self._compiled_call_impl = call
+
+    return compile_module
+
+
+def _requiring_grad(module: nn.Module, result: Any) -> Any:
+    """Let what a module returns require a gradient if the module's hooks only ask for that.
+
+    `enable_input_require_grads` of Transformers adds such a hook to a frozen embedding, for activation
+    checkpointing.  Dynamo breaks the graph where a hook sets `requires_grad` (PyTorch 2.13 only after it has
+    traced the whole model, in every frame above), but not where nothing is left to set.
+    """
+    if not (torch.compiler.is_compiling() and module._forward_hooks and torch.is_grad_enabled()):
+        return result
+    if not (isinstance(result, Tensor) and result.is_floating_point()) or result.requires_grad:
+        return result
+    asks: Any = (
+        module._fcdp_only_asks_for_gradients
+    )  # nn.Module's attributes are typed as tensors and modules
+    return REQUIRE_GRAD(result, _state(module).gate.anchor) if asks() else result
+
+
+# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is; Dynamo's own guards notice other hooks.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_only_asks_for_gradients(module: nn.Module) -> bool:
+    """Whether all that a module's forward hooks do is to call `requires_grad_`, and not with False.
+
+    In eager mode such a hook makes the module's result a leaf; in the compiled graph it is none.  So a hook
+    that could keep the result, for its gradient, must not count: its code has another name, or a closure.
+    """
+    codes = [getattr(hook, "__code__", None) for hook in module._forward_hooks.values()]
+    return all(
+        code is not None
+        and code.co_names == ("requires_grad_",)
+        and not code.co_freevars
+        and False not in code.co_consts
+        for code in codes
+    )
+
+
+def gated_forward(
+    own: Callable[..., Any], gate: Gate, input_dtype: torch.dtype | None
+) -> Callable[..., Any]:
+    """Wrap a forward that is an attribute of the root itself and hides the class's forward.
+
+    Some libraries (TRL's fused heads, Liger) replace the forward of an instance.  Outside of the gate, this
+    forward would read home shards, and gradients computed from them would not be averaged.
+    """
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if input_dtype is not None:
+            args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
+        if gate.inside:
+            return own(*args, **kwargs)
+        gate.inside = True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            gate.inside = False
+
+    return forward
+
+
+def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
+    inner: Callable[..., Any] = cls.__call__
+
+    @functools.wraps(inner)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return inner(self, *args, **kwargs)
+        state = _state(self)
+        calls = state.gate.calls
+        state.model.unset.refuse("a forward")
+        was_inside = calls.inside
+        calls.inside = True
+        try:
+            if state.model.whole:
+                # Compiled graphs would gather, but parameters are whole already.
+                return torch.compiler.disable(inner)(self, *args, **kwargs)
+            return inner(self, *args, **kwargs)
+        finally:
+            calls.inside = was_inside
+
+    # `calls.inside` must be set before the guards of the called code are checked.
+    skip_frame(call)
+    return call
+
+
+# Dynamo calls this when it traces, but does not trace into it.  It is a method, because torch 2.11 accepts no
+# module as a constant argument; the member has the function's name, because torch looks it up by that name.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_refuse_new_parameters(root: nn.Module) -> None:
+    model = _state(root).model
+    if not model.whole:
+        _refuse_derivatives()
+    whole = {model.spec(key).name for key in model.whole}
+    for name, parameter in root.named_parameters():
+        is_known = key_of(parameter) is not None or isinstance(parameter, DTensor)
+        if model.topology.home_mesh is None:  # functional_call replaces parameters by tensors
+            is_known |= not isinstance(parameter, nn.Parameter)
+        if not (is_known or is_ignored(parameter) or name in whole):
+            raise UnshardedParameterError(
+                f"parameter {name!r} was added or replaced after fcdp_compile.shard, so its gradient "
+                "would not be averaged; finish the model's structure, including adapters, before "
+                "fcdp_compile.shard"
+            )
+
+
+def _refuse_derivatives() -> None:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and is_in_derivative():
+        raise FcdpError(
+            "a sharded model is called within torch.func.grad, jvp or the like, and fcdp gathers parameters "
+            "outside of such transforms; call the transform within a block of fcdp_compile.gathered(model)"
+        )
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _apply_to_buffers(inner: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    # half(), to() and the like call nn.Module._apply, which would replace every parameter by another tensor,
+    # even if nothing changes, and cannot make a Parameter from a HomeShard.
+    @functools.wraps(inner)
+    def apply(
+        self: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        if isinstance(self, QuantisedWeight):
+            # Its library leaves these tensors' dtypes as they are, too.
+            convert = _to_device_of(convert)
+        held = self._parameters
+        for name, parameter in held.items():
+            if parameter is not None and key_of(parameter) is not None:
+                _refuse_to_convert(f"{type(self).__name__}.{name}", parameter, convert)
+        homes = {n: p for n, p in held.items() if key_of(p) is not None}
+        self._parameters = {n: p for n, p in held.items() if n not in homes}
+        try:
+            return inner(self, convert, *args, **kwargs)
+        finally:
+            self._parameters = {n: homes.get(n, self._parameters.get(n)) for n in held}
+
+    return apply
+
+
+def _to_device_of(convert: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(convert(tensor).device)
+
+
+def _refuse_to_convert(
+    name: str, parameter: nn.Parameter, convert: Callable[[Tensor], Tensor]
+) -> None:
+    held, key = ParamRecord.held(parameter), key_of(parameter)
+    assert key is not None, "only sharded parameters are refused"
+    # A released shard has no memory to convert, and one on the host computes on the device.
+    device = spec_of(key).computes_on or held.device
+    local = held.new_empty(0, device=device)
+    converted = convert(local)
+    if (converted.dtype, converted.device) != (local.dtype, local.device):
+        raise FcdpError(
+            f"{name} is sharded as {local.dtype} on {local.device} and cannot become {converted.dtype} on "
+            f"{converted.device}; convert the model before fcdp_compile.shard"
+        )
+
+
+def _refuse_to_copy(self: nn.Module, protocol: Any) -> NoReturn:
+    raise ArgumentError(
+        f"a sharded {type(self).__name__} cannot be copied or pickled, its copy would share caches with it; "
+        "save its state_dict with torch.distributed.checkpoint instead"
+    )

@@ -1,0 +1,1 @@
+"""A model's weights: how they are read, written, quantised, and cut over ranks of a node."""

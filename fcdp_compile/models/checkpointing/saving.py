@@ -1,0 +1,413 @@
+"""`save(folder, model=…, …)`: a checkpoint of a whole job, on request while training goes on.
+
+All ranks' parts become one new checkpoint, or the old one stays and every rank raises an error:
+
+    every rank sees rank 0's folder -> each rank's file is on the disk -> rank 0 names them in the record
+
+After each step all ranks learn whether every rank succeeded (`together`); no rank goes on alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fcdp_compile.core.params.mesh import Topology, new_control_group
+from fcdp_compile.core.ranks.differences import first_other
+from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.sharding.folder_argument import refuse_nameless, refuse_swapped
+from fcdp_compile.core.sharding.shard import model_of, state_of
+from fcdp_compile.devices import Device
+from fcdp_compile.errors import CheckpointError
+from fcdp_compile.models.checkpointing.contents import (
+    HostCopies,
+    JobContents,
+    JobObjects,
+    contents_of,
+)
+from fcdp_compile.models.checkpointing.format.disk import Disk
+from fcdp_compile.models.checkpointing.format.marks import mark_of_all
+from fcdp_compile.models.checkpointing.format.record import (
+    BLOCK_BYTES,
+    CheckpointRecord,
+    DataFile,
+    LeftOut,
+    SavedValue,
+    folder_of,
+    seal,
+)
+from fcdp_compile.models.checkpointing.progress import bar, need_bar
+from fcdp_compile.models.files.safetensors_writer import TensorMeta
+from fcdp_compile.models.files.text_diff import text_diff
+from fcdp_compile.runtime.model import ShardedModel
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PendingSave:
+    """A save that may still be running."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended on this rank, in success or failure."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until the save has ended on this rank.
+
+        Raises: the error with which it failed; if it failed on one rank, every rank raises an error.
+        """
+        self.end()
+        if self._error is not None:
+            raise self._error
+
+    def end(self) -> None:
+        """Wait until the save has ended, in success or failure."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start(self, run: Callable[[], None], *, tells: bool) -> None:
+        def act() -> None:
+            try:
+                run()
+            except BaseException as error:
+                self._error = error
+                if tells:
+                    log.error("an asynchronous save has failed: %s", error)
+
+        # Not a daemon: the interpreter waits for the thread before it exits.
+        self._thread = threading.Thread(target=act, name="fcdp-save", daemon=False)
+        self._thread.start()
+
+
+class _Saver:
+    """A model's last save, and the process group and host memory of its asynchronous saves."""
+
+    def __init__(self, device: Device) -> None:
+        self.pending = PendingSave()
+        self.copies = HostCopies(device)
+        self._group: dist.ProcessGroup | None = None
+
+    def group(self, topology: Topology) -> dist.ProcessGroup | None:
+        """Return a group for saves alone; the first call makes it, with all ranks of the mesh."""
+        if self._group is None:
+            self._group = new_control_group(topology)
+        return self._group
+
+
+_savers: weakref.WeakKeyDictionary[ShardedModel, _Saver] = weakref.WeakKeyDictionary()
+"""By model; an entry goes with its model."""
+
+
+def end_of_saves(state: ShardedModel) -> None:
+    """Wait for the model's save if one is running."""
+    if state in _savers:
+        _savers[state].pending.end()
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    optimizer: Optimizer | None = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    step: int | None = None,
+    extra: Any = None,
+    frozen: bool = True,
+    asynchronous: bool = False,
+    progress: bool = False,
+) -> PendingSave:
+    """Save a job such that `load` continues it, on this or any other number of nodes and ranks (and of "tp").
+
+        fcdp_compile.save("checkpoints/last", model=model, optimizer=optimizer, step=step)
+
+    All ranks must call it at the same step, after `optimizer.step()`: gradients are not saved.  Every rank
+    writes its part of parameters and optimizer to a file of its own in `folder`, which all ranks must share.
+    `folder` holds one checkpoint: the last that was saved completely.  A save that fails or is killed leaves
+    the previous checkpoint in place; the next save removes its remains.  No two jobs may save to one folder.
+
+    Besides parameters, persistent buffers and the optimizer, the checkpoint holds the states of each rank's
+    random number generators (torch, the model's GPU, Python, numpy).  A value that is equal on all ranks is
+    written once; a value that differs, such as those states, is written for each rank.
+
+    model: sharded, compiled or not.
+    scheduler, scaler: anything with `state_dict` and `load_state_dict`.
+    step: the number of the current step; `load` returns it.
+    extra: a tree of dicts, lists, tuples, strings, numbers, None and tensors, and of objects with
+    `state_dict` and `load_state_dict`, such as a data loader that knows its position.  Ranks may differ.
+    frozen: False leaves out the values of frozen parameters, such as those of a base model under adapters;
+    the job must then load them from their source again.  The checkpoint keeps a mark of each, by which `load`
+    makes sure that the model has the same values.
+    asynchronous: return once everything is copied to host memory; a thread writes the copies, so later steps
+    do not change the checkpoint.  The next `save` or `load` of the model waits for the thread, and so does
+    the end of the interpreter; call `wait` before `destroy_process_group`.  The memory of the copies is kept
+    for the next asynchronous save: as much as this rank writes.
+    progress: show a bar on rank 0, of its own file.
+
+    Returns: a handle to wait on; a synchronous save has ended already.
+
+    Raises: ArgumentError if folder and model are swapped.  On every rank, CheckpointError if something cannot
+    be saved or written, ranks would save different things, or gradients that `no_sync` accumulated wait;
+    FcdpError if parameters lack values so far, or for a progress bar without tqdm; LostRankError if a rank
+    does not take part; ValueError if the model is not sharded.  If an asynchronous write fails, `wait` raises
+    the error, and it is logged.
+    """
+    refuse_swapped(folder, model, "save(folder, model)")
+    job = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
+    return save_on(
+        Disk(),
+        folder,
+        model,
+        job,
+        step,
+        frozen=frozen,
+        asynchronous=asynchronous,
+        progress=progress,
+    )
+
+
+def save_on(
+    disk: Disk,
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    job: JobObjects,
+    step: int | None,
+    *,
+    frozen: bool = True,
+    asynchronous: bool = False,
+    progress: bool = False,
+) -> PendingSave:
+    """Do as `save`, on a given disk, which tests can watch."""
+    path = Path(folder).absolute()  # a thread may write after the working directory has changed
+    root, state = model_of(model), state_of(model)
+    if state not in _savers:
+        _savers[state] = _Saver(state.device)
+    saver = _savers[state]
+    saver.pending.end()
+    state.unset.refuse("a checkpoint")
+    _refuse_waiting_gradients(state)
+    found: list[JobContents] = []
+
+    def look() -> str:
+        refuse_nameless(folder)
+        need_bar(shown=progress)
+        if state.accumulation.is_on:
+            raise CheckpointError(
+                "save within fcdp_compile.no_sync would lose the gradients that accumulate; save after "
+                "optimizer.step()"
+            )
+        if step is not None and type(step) is not int:
+            raise CheckpointError(f"step must be a whole number, not {step!r}")
+        refuse_whole(state)
+        copies = saver.copies if asynchronous else None
+        found.append(contents_of(state, root, job, step, copies, frozen=frozen))
+        return digest_of(_lines(found[0], step, asynchronous=asynchronous))
+
+    everyone = state.topology.everyone
+    digests = together(everyone, look, CheckpointError, f"saving to {path}")
+    (contents,) = found
+    if first_other(digests):
+        _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))
+    pending = PendingSave()
+    topology = state.topology
+    group = saver.group(topology) if asynchronous else everyone
+    write = _Write(
+        contents=contents, folder=path, topology=topology, group=group, disk=disk, progress=progress
+    )
+    if asynchronous:
+        saver.pending = pending
+        pending._start(write.run, tells=topology.number == 0)
+    else:
+        write.run()
+    return pending
+
+
+def digest_of(lines: list[str]) -> str:
+    """Return a digest that is equal on ranks with equal lines."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _lines(contents: JobContents, step: int | None, *, asynchronous: bool) -> list[str]:
+    return [f"save, {asynchronous=}, {step=}", *contents.description()]
+
+
+def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
+    texts = state.collectives.exchange_texts("\n".join(lines), state.topology.everyone)
+    other = first_other(texts)
+    assert other is not None, "the digests of the texts differ"
+    names = ("rank 0", f"rank {other}")
+    shown = "\n  ".join(text_diff(texts[0], texts[other], names, most=12))
+    raise CheckpointError(
+        f"ranks 0 and {other} are about to save different things; give the same model, optimizer and "
+        f"arguments on every rank. The differences:\n  {shown}"
+    )
+
+
+def refuse_whole(state: ShardedModel) -> None:
+    """Raise CheckpointError within `gathered`, where parameters are not the home shards."""
+    if state.whole:
+        raise CheckpointError(
+            f"parameter {state.spec(next(iter(state.whole))).name!r} is whole; save and load outside of the "
+            "block of fcdp_compile.gathered"
+        )
+
+
+def _refuse_waiting_gradients(state: ShardedModel) -> None:
+    # All ranks have the same names, so either all ranks call `settle` or none does.
+    if state.accumulation.concerns() and (left := state.accumulation.settle()):
+        raise CheckpointError(
+            f"gradients of parameter {left[0]!r} (one of {len(left)}) were accumulated within "
+            "fcdp_compile.no_sync and wait; they would be lost, so save after optimizer.step()"
+        )
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Written:
+    """One rank's file, and the values whose tensors are in it.
+
+    left_out: the parameters that were left out; each mark is this rank's part of the mark.
+    """
+
+    file: DataFile
+    left_out: list[LeftOut]
+    values: list[SavedValue]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Write:
+    """One save: its contents, its folder, the ranks that save and a group of them all."""
+
+    contents: JobContents
+    folder: Path
+    topology: Topology
+    group: dist.ProcessGroup | None
+    disk: Disk
+    progress: bool
+
+    @property
+    def _rank(self) -> int:
+        return self.topology.number
+
+    def run(self) -> None:
+        """_Write, with all ranks of the group.
+
+        Raises: CheckpointError on every rank if one fails; the folder then still has its previous checkpoint.
+        """
+        new = self._step(self._begin)[0]
+        try:
+            digests = self._step(lambda: self._look(new))
+            names = list(self.contents.values)
+            alike = {n for i, n in enumerate(names) if len({d[i] for d in digests}) == 1}
+            written = self._step(lambda: self._write(new, alike))
+            self._step(lambda: self._decide(new, written))
+        except BaseException:
+            if self._rank == 0:
+                self.disk.take_back(self.folder, new)
+            raise
+        # All ranks wait for the sweep, so that the folder holds one checkpoint when `run` returns.
+        self._step(self._sweep)
+
+    def _step(self, act: Callable[[], T]) -> list[T]:
+        """Call `act` on every rank; return the results in the mesh's order, which may not be the group's."""
+        doing = f"saving to {self.folder}"
+        everyone = together(self.group, lambda: (self._rank, act()), CheckpointError, doing)
+        return [value for _, value in sorted(everyone, key=lambda given: given[0])]
+
+    def _sweep(self) -> None:
+        if self._rank == 0:
+            self.disk.sweep(self.folder)
+
+    def _begin(self) -> str:
+        if self._rank != 0:
+            return ""
+        new = secrets.token_hex(8)
+        try:
+            self.disk.make_folders(self.folder, new)
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}") from error
+        self.disk.sweep(self.folder, new=folder_of(new))
+        return new
+
+    def _look(self, id: str) -> list[str]:
+        if not (self.folder / folder_of(id)).is_dir():
+            raise CheckpointError(
+                f"{self.folder} is another folder on this rank than on rank 0; save to a folder that "
+                "all nodes share"
+            )
+        return [value.digest() for value in self.contents.values.values()]
+
+    def _write(self, id: str, alike: set[str]) -> _Written:
+        mine = [
+            SavedValue(name=name, rank=None if name in alike else self._rank, tree=value.tree)
+            for name, value in self.contents.values.items()
+            if self._rank == 0 or name not in alike
+        ]
+        tensors = dict(self.contents.parts)
+        for value in mine:
+            tensors |= self.contents.values[value.name].tensors
+        metas = {n: TensorMeta(dtype=t.dtype, shape=tuple(t.shape)) for n, t in tensors.items()}
+        total_bytes = sum(meta.size_bytes for meta in metas.values())
+        try:
+            with ExitStack() as stack:
+                shown = self.progress and self._rank == 0
+                shown_bar = stack.enter_context(bar("saving", total_bytes, shown=shown))
+                writer, sums = self.disk.open_data(
+                    self.folder, id, self._rank, metas, shown_bar.update
+                )
+                with writer:
+                    for name, tensor in tensors.items():
+                        writer.write(name, tensor)
+            self.disk.reached("synced data")
+            self.disk.sync_folder(self.folder / folder_of(id))
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.folder / folder_of(id)}: {error.strerror}; {self.folder} has the "
+                "checkpoint that it had"
+            ) from error
+        return _Written(file=sums.file(), left_out=self.contents.left_out, values=mine)
+
+    def _decide(self, id: str, written: list[_Written]) -> None:
+        if self._rank != 0:
+            return
+        record = CheckpointRecord(
+            checksum="",
+            id=id,
+            nodes=self.topology.nodes,
+            ranks_per_node=self.topology.ranks_per_node,
+            block_bytes=BLOCK_BYTES,
+            files=tuple(w.file for w in written),
+            tensors=tuple(self.contents.tensors),
+            left_out=tuple(
+                replace(parts[0], mark=mark_of_all(part.mark for part in parts))
+                for parts in zip(*(w.left_out for w in written), strict=True)
+            ),
+            values=tuple(value for w in written for value in w.values),
+            tp=self.topology.sharers,
+        )
+        try:
+            self.disk.put_record(self.folder, seal(record))
+        except OSError as error:
+            raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}") from error

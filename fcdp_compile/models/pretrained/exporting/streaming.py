@@ -1,0 +1,313 @@
+"""`stream_state`: the tensors that `save_pretrained` would write, in buckets, to be sent to other processes.
+
+    home shards ── the bucket's sources, gathered one after the other ──▶ a twin, elsewhere on meta
+    the twin    ── the library's own conversion or merge ───────────────▶ the bucket's tensors
+
+A rank that fails or stops early tells the others, which wait for it after each bucket.
+
+A piece is some tensors of the export and the tensors of the model that they are made of:
+
+    stacked experts [E, F, d] ─▶ E tensors [F, d]          one piece: they have a common source
+    a weight, lora_A, lora_B  ─▶ the merged weight         one piece
+    any other weight          ─▶ itself, perhaps renamed   one piece
+
+A library makes the tensors of a twin on meta, and the operations that it calls are recorded.  So the bucket's
+pieces can be made later from their sources alone, with all other tensors on meta.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fcdp_compile.core.ranks.differences import first_other
+from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.sharding.shard import model_of, state_of
+from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.models.pretrained.exporting.copies import ModelTensors
+from fcdp_compile.models.pretrained.exporting.kinds import reader_of
+from fcdp_compile.models.pretrained.exporting.whole_values import GatheredValues
+from fcdp_compile.runtime.collectives.agreement import same_act
+from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.torch_compat import DispatchMode, OpOverload, storage_id, tree_leaves
+
+
+def stream_state(
+    model: nn.Module,
+    *,
+    only: str = "all",
+    on: Collection[int] = (0,),
+    bucket_bytes: int = 10**9,
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield the model's whole tensors with their names, one bucket after the other, for a rollout engine.
+
+        for bucket in fcdp_compile.stream_state(model):
+            engine.load_weights(bucket)
+
+    Names, shapes and dtypes are those of the files that `save_pretrained` writes: a Transformers model gets
+    the names of its checkpoint, any other module those of its state dict.  Every rank must call it and go
+    through all buckets.  All ranks get equally many buckets; on ranks that do not ask, they are empty.
+    The tensors are on the model's device, in memory that the caller may keep.  The list of a bucket is
+    emptied when the next bucket is asked for, so that only one bucket is in memory.
+
+    model: sharded, compiled or not.
+    only: "adapters" for the tensors of a PEFT model's active adapter, by the names in PEFT's files, which
+    lack the adapter's name; "all" for every parameter and persistent buffer, for a PEFT model of the base
+    with the active adapters merged into it.  The model itself stays as it is.
+    on: the ranks of the mesh that ask for tensors.
+    bucket_bytes: the most bytes of a bucket.  A larger tensor is a bucket of its own, and so are larger
+    tensors that are made together, such as the experts that a model stacks.
+
+    Memory: on every rank the largest parameter, on ranks that ask a bucket and what its tensors are made of.
+    Bytes: every parameter crosses between nodes once, unless the cache has a valid and exact copy, as it has
+    of frozen parameters after a step.  "adapters" gathers nothing else than the tensors in PEFT's files.
+
+    Raises: ArgumentError on every rank for wrong arguments, or arguments that differ between ranks.
+    FcdpError on every rank: if values were never loaded, parameters are whole in a block of
+    `fcdp_compile.gathered`, the model has no adapters or adapters that cannot be merged, or the base is
+    quantised ("adapters" works); and within the loop if an optimizer steps, or if a rank fails or leaves the
+    loop while others go on.
+    """
+    root, state = model_of(model), state_of(model)
+    everyone = state.topology.everyone
+    ranks = state.topology.ranks * state.topology.sharers
+    given = together(everyone, lambda: _checked(only, on, bucket_bytes, ranks), ArgumentError)
+    if other := first_other(given):
+        raise ArgumentError(
+            f"ranks 0 and {other} ask fcdp_compile.stream_state for different things: {given[0]} against "
+            f"{given[other]}; give every rank the same arguments"
+        )
+    same_act(state.collectives, "calls stream_state")
+    state.unset.refuse("stream_state")
+    stream = _Stream(root, state, only=only, on=on)
+    _refuse_different(together(everyone, lambda: stream.plan(bucket_bytes)))
+    return stream.buckets()
+
+
+def _checked(only: str, on: Collection[int], bucket_bytes: int, ranks: int) -> str:
+    """Return the arguments as a text, for ranks to compare.
+
+    Raises: ArgumentError.
+    """
+    if only not in ("adapters", "all"):
+        raise ArgumentError(f"only must be 'adapters' or 'all', not {only!r}")
+    if not isinstance(on, Collection) or not all(type(r) is int and 0 <= r < ranks for r in on):
+        raise ArgumentError(f"on must hold ranks of the mesh, from 0 to {ranks - 1}, not {on!r}")
+    if type(bucket_bytes) is not int or bucket_bytes < 1:
+        raise ArgumentError(f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}")
+    return f"only={only!r}, on={sorted(set(on))}, bucket_bytes={bucket_bytes}"
+
+
+def _refuse_different(digests: Sequence[str]) -> None:
+    if other := first_other(digests):
+        raise FcdpError(
+            f"ranks 0 and {other} are about to stream different tensors; call stream_state with the same "
+            "model on every rank"
+        )
+
+
+class _Stream:
+    """One use of `stream_state`."""
+
+    def __init__(
+        self, root: nn.Module, state: ShardedModel, *, only: str, on: Collection[int]
+    ) -> None:
+        self._root, self._state, self._only = root, state, only
+        everyone = state.topology.everyone
+        mine = 0 if everyone is None else dist.get_rank(everyone)
+        self._values = GatheredValues(state, keeps=mine in on)
+
+    def plan(self, bucket_bytes: int) -> str:
+        """Decide which tensors each bucket has, without communication; returns a digest of that.
+
+        Raises: the errors of `stream_state`.
+        """
+        if self._state.whole:
+            raise FcdpError(
+                "stream_state gathers parameters that a block of fcdp_compile.gathered has gathered already; "
+                "leave the block first"
+            )
+        self._read: Callable[[nn.Module], dict[str, Tensor]]
+        self._read = reader_of(self._root, only=self._only)
+        self._copies = ModelTensors(self._root, self._state)
+        try:
+            with torch.no_grad():
+                self._plan = in_buckets(self._copies, self._read, bucket_bytes)
+        except NotImplementedError as error:
+            # An operation that needs values, such as PEFT's on prompt encoders.
+            raise FcdpError(
+                f"{type(self._root).__name__} cannot be streamed, because its library computes tensors to "
+                f"save from values ({error}); write it with fcdp_compile.save_pretrained"
+            ) from error
+        names = self._copies.names(of_adapters=False)
+        text = f"{self._copies.describe(names)}\n{self._plan}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield the buckets."""
+        steps = self._state.counters.steps
+        for pieces in self._plan:
+            self._agree(pieces.sources, steps)
+            self._gather(pieces)
+            try:
+                bucket = self._made(pieces)
+                yield bucket
+                bucket.clear()
+            except GeneratorExit:
+                self._tell(
+                    "left the loop over fcdp_compile.stream_state before its end; let every rank go through "
+                    "all buckets"
+                )
+                raise
+            except BaseException as error:
+                self._tell(f"fcdp_compile.stream_state failed: {error}")
+                raise
+        self._agree((), steps)
+
+    def _agree(self, sources: Sequence[str], steps: int) -> None:
+        """Wait for all ranks, and raise on every rank if any rank cannot go on."""
+
+        def check() -> None:
+            if self._state.counters.steps != steps:
+                raise FcdpError(
+                    "an optimizer has stepped within the loop over fcdp_compile.stream_state, so later "
+                    "buckets would have newer values; finish the loop first"
+                )
+            self._copies.check(sources)
+
+        together(self._state.topology.everyone, check)
+
+    def _gather(self, pieces: Pieces) -> None:
+        with torch.no_grad():
+            for name in pieces.sources:
+                self._copies.fetch(name, self._values)
+
+    def _made(self, pieces: Pieces) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a bucket, on this rank's device; none on a rank that does not ask."""
+        self._values.check()
+        if not self._values.keeps:
+            return []
+        with torch.no_grad():
+            tensors = self._read(self._copies.twin())
+            self._copies.forget()
+            return [(n, tensors[n].to(self._values.device).contiguous()) for n in pieces.names]
+
+    def _tell(self, problem: str) -> None:
+        """Make the other ranks, which wait in `_agree`, raise because of this rank's problem."""
+
+        def raise_it() -> None:
+            raise FcdpError(problem)
+
+        everyone = self._state.topology.everyone
+        # An abandoned generator may end after the process groups.
+        if everyone is not None and dist.is_initialized():
+            with suppress(FcdpError):
+                together(everyone, raise_it)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Tensors of an export that can be made together, without any other tensor of the model.
+
+    sources: names of the model's tensors that they are made of.  names: their own.  size_bytes: of them all.
+    """
+
+    sources: tuple[str, ...]
+    names: tuple[str, ...]
+    size_bytes: int
+
+
+def in_buckets(
+    copies: ModelTensors, read: Callable[[nn.Module], dict[str, Tensor]], bucket_bytes: int
+) -> list[Pieces]:
+    """Return the tensors of an export in buckets, in the export's order.
+
+    read: returns the export's tensors of a twin.  bucket_bytes: a bucket is larger only if it is one piece.
+    """
+    twin = copies.twin()
+    with _Sources(copies.names_on_meta()) as sources:
+        tensors = read(twin)
+    order = {name: i for i, name in enumerate(copies.names(of_adapters=False))}
+    buckets: list[list[_Piece]] = []
+    size = 0
+    for piece in _pieces({name: sources.of(tensor) for name, tensor in tensors.items()}):
+        more = sum(tensors[name].nbytes for name in piece.names)
+        if not buckets or size + more > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(piece)
+        size += more
+    return [
+        Pieces(
+            sources=tuple(sorted({n for p in bucket for n in p.sources}, key=order.__getitem__)),
+            names=tuple(n for p in bucket for n in p.names),
+            size_bytes=sum(tensors[n].nbytes for p in bucket for n in p.names),
+        )
+        for bucket in buckets
+    ]
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    sources: set[str]
+    names: list[str]
+
+
+def _pieces(sources: Mapping[str, Iterable[str]]) -> list[_Piece]:
+    """Put names with a common source together, in the order of the first name of each piece.
+
+    sources: by name.
+    """
+    found: dict[_Piece, None] = {}
+    of: dict[str, _Piece] = {}
+    for name, own in sources.items():
+        known = list(dict.fromkeys(of[source] for source in sorted(own) if source in of))
+        piece, *others = known or [_Piece(set(), [])]
+        for other in others:
+            piece.sources |= other.sources
+            piece.names += other.names
+            del found[other]
+        piece.sources.update(own)
+        piece.names.append(name)
+        found[piece] = None
+        of |= dict.fromkeys(piece.sources, piece)
+    return list(found)
+
+
+class _Sources(DispatchMode):
+    """Records, for every tensor that an operation returns or changes, the named tensors it is made of.
+
+    names: of the tensors that exist already, by `storage_id`.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # of torch
+        self._of = {storage: frozenset([name]) for storage, name in names.items()}
+        # Without it, a later storage could get the number of one that is gone.
+        self._kept: list[Any] = []
+
+    def of(self, tensor: Tensor) -> frozenset[str]:
+        """The names of the tensors that a tensor is made of."""
+        return self._of.get(storage_id(tensor), frozenset())
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = _tensors((args, kwargs)), _tensors(result)
+        found = frozenset().union(*(self.of(tensor) for tensor in given))
+        changed = given if func._schema.is_mutable else []
+        self._of |= {storage_id(tensor): found for tensor in (*made, *changed)}
+        self._kept.append(made)
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

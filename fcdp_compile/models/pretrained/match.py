@@ -1,0 +1,352 @@
+"""Find the tensors of a checkpoint that fill each tensor of a model, as `from_pretrained` would."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from fcdp_compile.errors import ArgumentError, CheckpointError
+from fcdp_compile.models.files.safetensors_header import Stored
+from fcdp_compile.models.pretrained.conversion import Target, converted
+from fcdp_compile.models.pretrained.huggingface import (
+    Renamed,
+    Renaming,
+    base_of,
+    dtype_of,
+    ignored_patterns,
+    reading_order,
+    transposed_class,
+)
+from fcdp_compile.models.pretrained.names import Entry, Role, entries_of
+from fcdp_compile.models.pretrained.source import BytesOf, Files, Known, Leaf, Source, Transposed
+from fcdp_compile.models.quantised.interface import Recipe, Saved
+from fcdp_compile.models.quantised.weight import QuantisedWeight
+
+_SHOWN = 12  # names of tensors in one message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """A tensor of the model with all its names.
+
+    weight: the quantised weight that the tensor stands for: on meta, of the shape and dtype of the values
+    that the weight is made of.
+    is_transposed: whether checkpoints have the weight as [in, out].
+    """
+
+    tensor: Tensor
+    entries: list[Entry] = field(default_factory=list)
+    weight: QuantisedWeight | None = None
+    is_transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The tensor's first name."""
+        return self.entries[0].name
+
+    @property
+    def role(self) -> Role:
+        """Base if any name is the base's: PEFT refers to some of the base's parameters by more names."""
+        roles = [entry.role for entry in self.entries]
+        return Role.BASE if Role.BASE in roles else roles[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assignment:
+    """A tensor of the model and its source; others: its other names' sources, which must be equal."""
+
+    held: Held
+    source: Source
+    others: tuple[Source, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """An error that concerns one tensor.
+
+    kind: "missing" or "unexpected"; empty if `what` is the whole message.  of_head: whether the tensor
+    belongs to a head that only the model or only the checkpoint has.
+    """
+
+    kind: str
+    what: str
+    of_head: bool = False
+
+
+def told(problems: Iterable[Problem]) -> list[str]:
+    """Return the problems as messages: one for all of a kind, with some of their names."""
+    problems = list(problems)
+    found = [p.what for p in problems if not p.kind]
+    for kind in ("missing", "unexpected"):
+        if what := [p.what for p in problems if p.kind == kind]:
+            more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
+            plural = "s" if len(what) > 1 else ""
+            found.append(f"{kind} tensor{plural} {', '.join(what[:_SHOWN])}{more}")
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matched:
+    """All assignments and all problems.
+
+    recipes: those of the weights that the checkpoint has quantised already.
+    renaming: the rules that were used for names and tensors.  kept_copies: names of copies that PEFT trains
+    in place of tensors that the checkpoint has, and that keep their values.
+    """
+
+    assignments: list[Assignment]
+    problems: list[Problem]
+    recipes: dict[QuantisedWeight, Recipe]
+    renaming: Renaming
+    kept_copies: list[str]
+
+
+def match(root: nn.Module, tensors: dict[str, Stored], is_unset: Callable[[Held], bool]) -> Matched:
+    """Find a source for every tensor of a model that a checkpoint covers.
+
+    is_unset: whether a tensor has no values yet.  Adapters that the checkpoint lacks are left alone.  A copy
+    that PEFT trains in a module's place gets the module's values if it has none.
+    """
+    return _Matching(root, is_unset).of(tensors)
+
+
+class _Matching:
+    def __init__(self, root: nn.Module, is_unset: Callable[[Held], bool]) -> None:
+        self.is_unset = is_unset
+        self.base = base_of(root)
+        self.renaming = Renaming(self.base)
+        self.held: dict[int, Held] = {}
+        self.known: dict[str, Held] = {}  # by their names in checkpoints of the base
+        self.by_name: dict[str, Held] = {}
+        self.copies: dict[str, list[Held]] = {}
+        self.weights: dict[QuantisedWeight, tuple[Held, dict[str, Held]]] = {}
+        self.saved: dict[str, tuple[QuantisedWeight, Saved]] = {}  # by the name of their state
+        self.saved_parts: dict[str, tuple[QuantisedWeight, str]] = {}  # part by its library's name
+        self.recipes: dict[QuantisedWeight, Recipe] = {}
+        self.transposed = {
+            child
+            for module in root.modules()
+            if transposed_class(module) is not None
+            for child in module.children()
+        }
+        for entry in entries_of(root):
+            held = self.held.setdefault(id(entry.tensor), Held(tensor=entry.tensor))
+            held.entries.append(entry)
+            self.by_name[entry.name] = held
+            if isinstance(entry.module, QuantisedWeight):
+                self._add_weight(entry.module, entry, held)
+            if entry.role is Role.BASE:
+                self.known[entry.plain] = held
+            elif entry.role is Role.COPY:
+                self.copies.setdefault(entry.plain, []).append(held)
+        self.problems: list[Problem] = []
+        self.refused: set[int] = set()
+        self.kept_copies: list[str] = []
+        self.found: dict[int, list[Source]] = {}
+
+    def of(self, tensors: dict[str, Stored]) -> Matched:
+        ignore_missing, ignore_unexpected = ignored_patterns(self.base)
+        sources = list(self._sources(tensors))
+        self._describe_saved(sources)
+        for name, source in sources:
+            if name in self.saved:  # `_describe_saved` has read it
+                continue
+            held = self.known.get(name) or self.by_name.get(name)
+            weight, part = self.saved_parts.get(name, (None, ""))
+            if weight is not None and self._is_saved(weight):
+                self._give_part(weight, part, source)
+            elif held is not None:
+                self._give(held, source)
+            elif not ignore_unexpected.search(name):
+                of_head = self.renaming.is_foreign_head(next(source.leaves).name, tensors)
+                self._note("unexpected", _told(source), of_head=of_head)
+        for held in self.held.values():
+            names = [entry.plain for entry in held.entries if entry.role is Role.BASE]
+            if names and not self._is_given(held) and not any(map(ignore_missing.search, names)):
+                of_head = all(map(self.renaming.is_of_head, names))
+                self._note("missing", repr(names[0]), of_head=of_head)
+        for name, held in self.known.items():
+            if id(held.tensor) in self.found:
+                self._give_copies(name, self.found[id(held.tensor)])
+        assignments = [
+            Assignment(held=self.held[key], source=sources[0], others=tuple(sources[1:]))
+            for key, sources in self.found.items()
+        ]
+        return Matched(
+            assignments=assignments,
+            problems=self.problems,
+            recipes=self.recipes,
+            renaming=self.renaming,
+            kept_copies=self.kept_copies,
+        )
+
+    def _add_weight(self, weight: QuantisedWeight, entry: Entry, part: Held) -> None:
+        """Let a checkpoint give the values that a quantised weight is made of, under the weight's name."""
+        if (quantiser := weight.recipe.quantiser) is None:
+            return
+        if weight not in self.weights:
+            # On meta a library's layer has torch's default dtype, but it quantises values of the model's.
+            dtype = dtype_of(self.base) or quantiser.dtype
+            values = torch.empty(quantiser.shape, dtype=dtype, device="meta")
+            name, plain = (n.rpartition(".")[0] for n in (entry.name, entry.plain))
+            whole = Held(tensor=values, weight=weight, is_transposed=weight in self.transposed)
+            whole.entries.append(replace(entry, name=name, plain=plain, leaf="", tensor=values))
+            self.held[id(values)] = self.by_name[name] = whole
+            if entry.role is Role.BASE:
+                self.known[plain] = whole
+                self._know_saved(weight, plain)
+            self.weights[weight] = (whole, {})
+        self.weights[weight][1][entry.leaf] = part
+
+    def _know_saved(self, weight: QuantisedWeight, plain: str) -> None:
+        """Know the tensors of a weight that its library has quantised and saved; plain: the weight's name."""
+        layer, dot, leaf = plain.rpartition(".")
+        if (saved := weight.recipe.saved(leaf)) is not None:
+            self.saved[layer + dot + saved.state] = weight, saved
+            for theirs, part in saved.parts.items():
+                self.saved_parts[layer + dot + theirs] = weight, part
+
+    def _describe_saved(self, sources: Sequence[tuple[str, Source]]) -> None:
+        """Read what the checkpoint says of weights that it has quantised already."""
+        with Files() as files:
+            for name, source in sources:
+                if name not in self.saved:
+                    continue
+                weight, saved = self.saved[name]
+                whole, parts = self.weights[weight]
+                stored = next(source.leaves)
+                state = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+                source.fill(state, (0,) * state.ndim, files)
+                try:
+                    self.recipes[weight], values = saved.read(state)
+                except ArgumentError as error:
+                    self._refuse(whole, f"the weight of {_told(source)} {error}")
+                    continue
+                for leaf, value in values.items():
+                    self.found[id(parts[leaf].tensor)] = [Known(stored, value)]
+
+    def _is_saved(self, weight: QuantisedWeight) -> bool:
+        """Whether the checkpoint describes the weight as its library saves it."""
+        return weight in self.recipes or id(self.weights[weight][0].tensor) in self.refused
+
+    def _give_part(self, weight: QuantisedWeight, part: str, source: Source) -> None:
+        if weight not in self.recipes:
+            return
+        held, stored = self.weights[weight][1][part], next(source.leaves)
+        is_same_size = stored.size_bytes == held.tensor.nbytes
+        if held.tensor.dtype == torch.uint8 and is_same_size and isinstance(source, Leaf):
+            self.found[id(held.tensor)] = [BytesOf(stored, tuple(held.tensor.shape))]
+        else:
+            self._give(held, source)
+
+    def _is_given(self, held: Held) -> bool:
+        """Whether a tensor has a source, or needs none: a weight's parts follow from its values."""
+        if held.weight is not None:
+            return any(self._is_noted(h) for h in (held, *self.weights[held.weight][1].values()))
+        module = held.entries[0].module
+        if isinstance(module, QuantisedWeight) and module in self.weights:
+            whole, parts = self.weights[module]
+            is_refused = id(whole.tensor) in self.refused
+            return (
+                is_refused or self._is_noted(held) or not any(map(self._is_noted, parts.values()))
+            )
+        return self._is_noted(held)
+
+    def _is_noted(self, held: Held) -> bool:
+        return id(held.tensor) in self.found or id(held.tensor) in self.refused
+
+    def _sources(self, tensors: dict[str, Stored]) -> Iterable[tuple[str, Source]]:
+        """Yield every source with the name that the model should have for it."""
+        to_convert: dict[str, tuple[Renamed, dict[str, list[Source]]]] = {}
+        for name in sorted(tensors, key=reading_order):
+            leaf = Leaf(tensors[name])
+            renamed = self.renaming.of(name, self.known)
+            if renamed.name not in self.known and name in self.by_name:
+                yield name, leaf
+            elif renamed.converter is None:
+                yield renamed.name, leaf
+            else:
+                _, collected = to_convert.setdefault(renamed.name, (renamed, {}))
+                collected.setdefault(renamed.pattern, []).append(leaf)
+        for name, (renamed, collected) in to_convert.items():
+            target = Target(name=name, base=self.base, shape_of=self._shape_of)
+            try:
+                yield from converted(renamed.converter, collected, target).items()
+            except CheckpointError as error:
+                self._note("", str(error))
+
+    def _shape_of(self, name: str) -> tuple[int, ...] | None:
+        held = self.known.get(name)
+        return None if held is None else tuple(held.tensor.shape)
+
+    def _give(self, held: Held, source: Source) -> None:
+        if held.weight is not None and not next(source.leaves).dtype.is_floating_point:
+            self._refuse(
+                held,
+                f"tensor {_told(source)} is quantised already, but not as the model's layer is; build "
+                "the model with the checkpoint's quantization_config, or give the checkpoint that it was "
+                "quantised from",
+            )
+            return
+        if held.is_transposed and len(source.shape) == 2:
+            source = Transposed(source, 0, 1)
+        if source.shape != tuple(held.tensor.shape):
+            self._refuse(
+                held,
+                f"tensor {_told(source)} is {source.shape} and {tuple(held.tensor.shape)} in the model",
+            )
+            return
+        for stored in source.leaves:
+            if not _can_cast(stored.dtype, held.tensor.dtype):
+                self._refuse(
+                    held,
+                    f"tensor {_told(source)} is {stored.dtype}, which cannot be cast to the model's "
+                    f"{held.tensor.dtype}",
+                )
+                return
+        self.found.setdefault(id(held.tensor), []).append(source)
+
+    def _refuse(self, held: Held, what: str) -> None:
+        self.refused.add(id(held.tensor))
+        self._note("", what)
+
+    def _note(self, kind: str, what: str, *, of_head: bool = False) -> None:
+        self.problems.append(Problem(kind=kind, what=what, of_head=of_head))
+
+    def _give_copies(self, name: str, sources: list[Source]) -> None:
+        for copy in self.copies.get(name, ()):
+            if id(copy.tensor) in self.found:
+                continue
+            if self.is_unset(copy):
+                self._give(copy, sources[0])
+            else:
+                self.kept_copies.append(copy.name)
+
+
+def _told(source: Source) -> str:
+    """Return the names of a source's tensors, and the first tensor's file."""
+    stored, *others = source.leaves
+    more = f" and {len(others)} others" if others else ""
+    return f"{stored.name!r}{more} of {stored.file.name}"
+
+
+def _can_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether a cast only rounds; a cast between whole numbers must keep every value."""
+    if dtype.is_floating_point and to.is_floating_point:
+        return True
+    is_float = dtype.is_floating_point or to.is_floating_point or to.is_complex
+    return dtype == to or (not is_float and torch.promote_types(dtype, to) == to)
+
+
+def in_reading_order(assignments: Iterable[Assignment]) -> list[Assignment]:
+    """Return the assignments in the order of their first bytes in the files."""
+
+    def first(assignment: Assignment) -> tuple[str, int]:
+        stored = next(itertools.islice(assignment.source.leaves, 1))
+        return str(stored.file), stored.start
+
+    return sorted(assignments, key=first)

@@ -1,0 +1,146 @@
+"""Quantised weights as modules of plain frozen parameters, which `shard` cuts like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.models.quantised.formats import take_apart
+from fcdp_compile.models.quantised.interface import Parts, Recipe
+
+
+class QuantisedWeight(nn.Module):
+    """A quantised weight: its packed tensors as parameters, its small ones as buffers.
+
+    Values of one byte (int8, float8) are held as uint8: what is sent are bytes.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.recipe: Recipe = parts.recipe
+        self._dtypes: Mapping[str, torch.dtype] = {n: t.dtype for n, t in parts.packed.items()}
+        for name, tensor in parts.packed.items():
+            plain = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+            self.register_parameter(name, nn.Parameter(plain, requires_grad=False))
+        for name, tensor in parts.whole.items():
+            self.register_buffer(name, tensor)
+
+    def join(self) -> Tensor:
+        """The weight as the library's kernels take it.
+
+        Where parameters are home shards (outside of the model's forward), the first of them: its device and
+        dtype are right, its values are packed.
+        """
+        tensors: dict[str, Tensor] = dict(self._buffers)  # type: ignore[arg-type]  # no buffer is None
+        for name, dtype in self._dtypes.items():
+            value: Tensor = getattr(self, name)
+            if isinstance(value, DTensor):
+                return value
+            tensors[name] = value.view(dtype)
+        return self.recipe.join(tensors)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *others: Any, **kwargs: Any
+    ) -> None:
+        """Refuse the bytes of a format that only a code book tells from this one."""
+        name = self.recipe.code_book
+        here, there = self._buffers.get(name or ""), state_dict.get(f"{prefix}{name}")
+        if here is not None and not here.is_meta and isinstance(there, Tensor):
+            is_alike = here.shape == there.shape and torch.allclose(there.to(here), here, atol=0.01)
+            if not is_alike:  # more than a conversion to another dtype
+                *_, errors = others
+                errors.append(
+                    f"{prefix}{name} is not the code book of {self.recipe.meaning}; load the weights into a "
+                    "model that was quantised like the one that was saved"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *others, **kwargs)
+
+    @property
+    def meaning(self) -> tuple[str, str | None]:
+        """What a checkpoint keeps of the recipe: what the bytes stand for, and the source's dtype."""
+        dtype = self.recipe.source_dtype
+        return self.recipe.meaning, None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def quantised_weights(root: nn.Module) -> Iterator[tuple[str, QuantisedWeight]]:
+    """The quantised weights of a model, by name; a tied one once."""
+    yield from ((n, m) for n, m in root.named_modules() if isinstance(m, QuantisedWeight))
+
+
+def packed_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that are parts of quantised weights."""
+    return {p for _, weight in quantised_weights(model) for p in weight.parameters()}
+
+
+@contextmanager
+def unfolded(model: Any, ignored: Collection[str]) -> Iterator[None]:
+    """Make each quantised weight of a model a module of plain parameters; undone if the block raises.
+
+    ignored: names of parameters that stay as they are.
+
+    Raises: ArgumentError for a quantised weight that fcdp cannot take apart.
+    """
+    changes: list[_Unfolded] = []
+    made: dict[nn.Parameter, QuantisedWeight] = {}  # a tied weight stays tied
+    try:
+        for path, module in list(model.named_modules()) if isinstance(model, nn.Module) else ():
+            for name, parameter in list(module._parameters.items()):
+                full_name = f"{path}.{name}" if path else name
+                if parameter is None or full_name in ignored or "_fcdp" in vars(module):
+                    continue
+                if parameter not in made:
+                    try:
+                        parts = take_apart(module, name)
+                    except ArgumentError as error:
+                        raise ArgumentError(f"parameter {full_name!r} {error}") from None
+                    if parts is None:
+                        continue
+                    made[parameter] = QuantisedWeight(parts)
+                changes.append(_Unfolded(module, name, made[parameter]))
+        yield
+    except BaseException:
+        for change in reversed(changes):
+            change.undo()
+        raise
+
+
+class _Unfolded:
+    """A module whose parameter a `QuantisedWeight` has replaced, and what it was before."""
+
+    def __init__(self, module: nn.Module, name: str, weight: QuantisedWeight) -> None:
+        self._module, self._name, self._class = module, name, type(module)
+        changed = {n: v for n, v in weight.recipe.attributes(module).items() if n in vars(module)}
+        self._attributes = {n: vars(module)[n] for n in changed}
+        self._parameters = dict(module._parameters)
+        del module._parameters[name]
+        module._modules[name] = weight
+        vars(module).update(changed)
+        members: dict[str, Any] = {name: _joining(name), **weight.recipe.members}
+        # The library's own would add what they read from the weight, in another form.
+        for hook in ("_save_to_state_dict", "_load_from_state_dict"):
+            members[hook] = getattr(nn.Module, hook)
+        members |= {"__module__": self._class.__module__, "__qualname__": self._class.__qualname__}
+        module.__class__ = type(self._class.__name__, (self._class,), members)
+
+    def undo(self) -> None:
+        self._module.__class__ = self._class
+        vars(self._module).update(self._attributes)
+        del self._module._modules[self._name]
+        self._module._parameters = self._parameters  # in the order of before
+
+
+def _joining(name: str) -> property:
+    def get(self: nn.Module) -> Tensor:
+        weight = self._modules.get(name)
+        if not isinstance(weight, QuantisedWeight):
+            # Somebody has assigned a parameter, which nn.Module finds; the next forward refuses it.
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return weight.join()
+
+    return property(get)

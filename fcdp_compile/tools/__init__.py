@@ -1,0 +1,1 @@
+"""Questions about a job: what it does, how long it takes, what another cluster would do."""

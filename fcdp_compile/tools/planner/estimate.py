@@ -1,0 +1,343 @@
+"""The plan of one strategy for a job, with its memory, bytes and time.
+
+    traced graphs -> retarget -> plan_graphs -> parts of a step -> simulate_step
+
+The backend's own function makes the plans; nothing here depends on the strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import sympy
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fcdp_compile.cluster.free_memory import HostBudget, Limit
+from fcdp_compile.core.params.registry import STATE_BYTES
+from fcdp_compile.core.params.spec import fit_strategy
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.ops import REDUCE_GRAD
+from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.memory.curve import evaluate, storages
+from fcdp_compile.passes.pipeline import Graphs
+from fcdp_compile.passes.planning.book import BucketBook
+from fcdp_compile.passes.planning.placement import Room
+from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
+from fcdp_compile.plan import (
+    Bucket,
+    Direction,
+    Kind,
+    Placement,
+    Plan,
+    Schedule,
+    Tier,
+    Variant,
+)
+from fcdp_compile.plan.whole_step import whole_step
+from fcdp_compile.strategy import Cache, Strategy
+from fcdp_compile.tools.planner.job import Job
+from fcdp_compile.tools.planner.retarget import DEVICE, retarget, specs_of
+from fcdp_compile.tools.planner.traced import TracedGraph, TracedModel
+from fcdp_compile.tools.simulator import Collectives, Conditions, SimulatedStep, simulate_step
+
+_THRESHOLD = 0.9  # tau, the default of the backend's option memory_threshold
+_SECOND = 2
+"""The second batch size, in multiples of the job's: memory is linear in the batch, so two sizes suffice."""
+
+# Adam reads and writes fp32 weight and two moments, and reads the gradient; taken for weights of any dtype.
+_OPTIMIZER_BYTES = 3 * 2 * 4 + 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """The figures of a strategy on a cluster.
+
+    strategy: the requested strategy.  plans: one for each graph.  parts: the schedules of an optimizer step
+    in the steady state, in order.  peak_gpu_bytes: peak memory of one device.  host_bytes_per_node: host
+    memory for caches, waiting gradients and, where they are offloaded, home shards, their gradients and
+    states.  optimizer_bytes, host_optimizer_bytes: memory that one rank's optimizer reads and writes on the
+    device and on the host.
+    max_batch_per_gpu: the largest micro-batch with which everything fits, 0 if none does; None if the model
+    works with one batch size only.
+    """
+
+    strategy: Strategy
+    job: Job
+    plans: tuple[Plan, ...]
+    parts: tuple[Schedule, ...]
+    peak_gpu_bytes: int
+    host_bytes_per_node: int
+    optimizer_bytes: int
+    host_optimizer_bytes: int
+    max_batch_per_gpu: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of devices and hosts suffices."""
+        job = self.job
+        on_host = self.host_bytes_per_node <= job.host_bytes_per_rank * job.ranks_per_node
+        return self.peak_gpu_bytes <= job.device_bytes and on_host
+
+    def simulate(
+        self,
+        collectives: Collectives = Collectives.HIERARCHICAL,
+        conditions: Conditions | None = None,
+        job: Job | None = None,
+    ) -> SimulatedStep:
+        """Simulate a step on the job's cluster, or on that of another job with as many ranks."""
+        job = job or self.job
+        return simulate_step(
+            self.parts,
+            job.data_profile,
+            nodes=job.nodes,
+            ranks_per_node=job.mesh.ranks_per_node,
+            buckets={b.id: b for plan in self.plans for b in plan.buckets},
+            collectives=collectives,
+            conditions=conditions or Conditions(),
+            optimizer_bytes=self.optimizer_bytes,
+            host_optimizer_bytes=self.host_optimizer_bytes,
+        )
+
+
+def estimate(traced: TracedModel, strategy: Strategy, job: Job) -> Estimate:
+    """Plan a strategy for a job, without a cluster.
+
+    Raises: ValueError for a strategy that makes no sense on so many nodes.
+    """
+    return _Estimation(traced, strategy, job).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Graph:
+    """One graph of the model on a mesh.
+
+    sizes: the values of its symbols, for two batch sizes.
+    left_bytes: bytes of its forward's results and saved tensors on the device, for two batch sizes.
+    gradient_bytes: bytes of gradients that its backward leaves for the optimizer.
+    """
+
+    graphs: Graphs
+    outputs: int
+    sizes: Sequence[Mapping[sympy.Symbol, int]]
+    left_bytes: Sequence[int]
+    gradient_bytes: int
+
+
+class _Estimation:
+    def __init__(self, traced: TracedModel, strategy: Strategy, job: Job) -> None:
+        self._traced, self._strategy, self._job = traced, strategy, job
+        if job.batch != traced.batch and not traced.has_any_batch:
+            raise FcdpError(
+                f"the model was traced with {traced.batch} samples and accepts no other number; allow "
+                "any size of the first dimension of its inputs, remove graph breaks, or plan a "
+                f"batch of {traced.batch}"
+            )
+        fitting = fit_strategy(strategy, job.mesh, shares_memory=job.profile.shares_memory)
+        specs = specs_of(traced, fitting, job.mesh)
+        self._book = BucketBook(specs)
+        self._base = PassContext(
+            nodes=job.nodes,
+            ranks_per_node=job.mesh.ranks_per_node,
+            node=job.mesh.node,
+            specs=specs,
+            frozen=frozenset(p.key for p in traced.params if not p.requires_grad),
+            known={},
+            next_bucket=0,
+            machine=job.data_profile.rank_machine,
+            inner_ranks=traced.inner_ranks,
+        )
+        left = max(0, job.host_bytes_per_rank - self._homes_on_host_bytes())
+        budget = HostBudget(bytes=left, limit=Limit.AVAILABLE)
+        self._base = replace(self._base, host_budget=budget)
+
+    def run(self) -> Estimate:
+        graphs = [self._on_mesh(graph) for graph in self._traced.graphs]
+        planned: list[Planned] = []
+        needed: tuple[list[int], list[int]] = ([], [])
+        saved = [0, 0]
+        # When an earlier graph's backward runs, the gradients of all later graphs exist already.
+        later = sum(graph.gradient_bytes for graph in graphs)
+        for graph in graphs:
+            later -= graph.gradient_bytes
+            planned.append(self._plan(len(planned), graph, saved[0] + later))
+            more = self._needed(graph, planned[-1], [n + later for n in saved])
+            for found, points in zip(needed, more, strict=True):
+                found.extend(points)
+            saved = [sum(pair) for pair in zip(saved, graph.left_bytes, strict=True)]
+        plans = self._with_accumulation(graphs, planned)
+        step = whole_step(plans)
+        parts = tuple(self._parts(step))
+        waiting = _waiting_bytes(plans, _distinct(plans))
+        peak = max(p.peak_bytes or 0 for p in (step, *plans))
+        return Estimate(
+            strategy=self._strategy,
+            job=self._job,
+            plans=tuple(plans),
+            parts=parts,
+            peak_gpu_bytes=peak + waiting[Tier.GPU],
+            host_bytes_per_node=self._job.ranks_per_node
+            * (self._cached_bytes(plans) + waiting[Tier.HOST] + self._homes_on_host_bytes()),
+            optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=False),
+            host_optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=True),
+            max_batch_per_gpu=self._max_batch(needed, plans, planned),
+        )
+
+    def _on_mesh(self, traced: TracedGraph) -> _Graph:
+        sizes = [traced.sizes(n) for n in (self._job.batch, _SECOND * self._job.batch)]
+        return _Graph(
+            graphs=retarget(traced, self._base.specs),
+            outputs=traced.outputs,
+            sizes=sizes,
+            left_bytes=[_left_bytes(traced.forward, s) for s in sizes],
+            gradient_bytes=self._gradient_shard_bytes(traced.backward),
+        )
+
+    def _gradient_shard_bytes(self, backward: GraphModule) -> int:
+        """Return the bytes that a backward leaves for the optimizer; 0 if they are counted for the step."""
+        if self._job.accumulate > 1:
+            return 0
+        nodes = backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+        specs = [self._base.specs[key] for key in {str(n.args[1]) for n in nodes}]
+        return sum(s.home_bytes for s in specs if s.computes_on is None)
+
+    def _plan(self, number: int, graph: _Graph, taken_bytes: int) -> Planned:
+        adapts = any(s.strategy.cache is Cache.ADAPTIVE for s in self._base.specs.values())
+        planned = plan_graphs(
+            graph.graphs,
+            self._book,
+            Room(
+                capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
+                threshold=_THRESHOLD,
+                taken_bytes=taken_bytes,
+                device_type=DEVICE.type,
+                accumulates=self._job.accumulate > 1,
+            ),
+            replace(self._base, sizes=graph.sizes[0]),
+            number=number,
+            num_fwd_outputs=graph.outputs,
+        )
+        # The requested strategy: the mesh may have changed it, or the graph may read no parameter.
+        return replace(planned, plan=replace(planned.plan, strategy=self._strategy.name))
+
+    def _with_accumulation(
+        self, graphs: Sequence[_Graph], planned: Sequence[Planned]
+    ) -> list[Plan]:
+        """Return the plans; if gradients accumulate, with the backwards within and after `no_sync`."""
+        plans = [p.plan for p in planned]
+        for i in reversed(range(len(plans))):  # as backwards run
+            ctx = planned[i].backward
+            accumulates = any(b.strategy.accumulates_on for b in plans[i].buckets)
+            if self._job.accumulate > 1 and accumulates and ctx is not None:
+                backward = graphs[i].graphs[Direction.BACKWARD]
+                plans[i], _ = plan_accumulation(plans[i], backward, self._book, ctx)
+        return plans
+
+    def _needed(self, graph: _Graph, planned: Planned, saved: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the memory at each point of a graph's step if everything that may wait on the host does so.
+
+        For two batch sizes.
+        """
+        for sizes, earlier in zip(graph.sizes, saved, strict=True):
+            step = planned.memory.at(sizes)
+            yield [step.static_bytes + earlier + alive for alive in step.alive_bytes]
+
+    def _parts(self, step: Plan) -> Iterator[Schedule]:
+        """Yield the schedules of an optimizer step: for each micro-batch a forward and a backward."""
+        last = self._job.accumulate - 1
+        for micro_batch in range(self._job.accumulate):
+            yield _forward(step, is_first=micro_batch == 0)
+            yield _backward(step, is_last=micro_batch == last)
+
+    def _cached_bytes(self, plans: Sequence[Plan]) -> int:
+        return sum(b.host_bytes for b, at in _distinct(plans) if at.tier is Tier.HOST)
+
+    def _homes_on_host_bytes(self) -> int:
+        """Home shards, gradients and optimizer states of one rank that are in host memory."""
+        taken = 0
+        for key, spec in self._base.specs.items():
+            if spec.computes_on is not None:
+                size = spec.home_dtype.itemsize
+                taken += spec.mean_elements * (
+                    size if key in self._base.frozen else 2 * size + STATE_BYTES
+                )
+        return taken
+
+    def _trained_elements(self, *, on_host: bool) -> int:
+        """Elements of one rank's trainable home shards in one of the memories."""
+        specs, frozen = self._base.specs.items(), self._base.frozen
+        trained = [s for key, s in specs if key not in frozen]
+        return sum(s.mean_elements for s in trained if (s.computes_on is not None) == on_host)
+
+    def _max_batch(
+        self,
+        needed: tuple[Sequence[int], Sequence[int]],
+        plans: Sequence[Plan],
+        planned: Sequence[Planned],
+    ) -> int | None:
+        """Return the largest batch whose memory suffices at every point; memory is linear in the batch.
+
+        needed: point by point, for this batch and for one `_SECOND` times as large.
+        """
+        if not self._traced.has_any_batch:
+            return None
+        # Gradients that may wait on the GPU or the host wait on the host if the GPU has no room.
+        placed = {u.bucket.id: (u.bucket, u.placement) for p in planned for u in p.lowered.placed}
+        left = self._job.device_bytes - _waiting_bytes(plans, list(placed.values()))[Tier.GPU]
+        batch, more = self._job.batch, self._job.batch * (_SECOND - 1)
+        largest = None
+        for now, then in zip(*needed, strict=True):
+            if then > now:
+                found = (left * more - now * more + (then - now) * batch) // (then - now)
+                largest = found if largest is None else min(found, largest)
+            elif now > left:
+                return 0
+        return None if largest is None else max(0, largest)
+
+
+def _forward(plan: Plan, *, is_first: bool) -> Schedule:
+    found = _of(plan, Direction.FORWARD)
+    wanted = Variant.COLD if is_first else Variant.WARM
+    return found.get(wanted) or next(iter(found.values()))
+
+
+def _backward(plan: Plan, *, is_last: bool) -> Schedule:
+    found = _of(plan, Direction.BACKWARD)
+    wanted = Variant.COLLECT if is_last else Variant.ACCUMULATE
+    return found.get(wanted) or found[Variant.COLD]
+
+
+def _of(plan: Plan, direction: Direction) -> dict[Variant, Schedule]:
+    return {s.variant: s for s in plan.schedules if s.direction is direction}
+
+
+def _distinct(plans: Sequence[Plan]) -> list[tuple[Bucket, Placement]]:
+    return list({pair[0].id: pair for plan in plans for pair in plan.placed}.values())
+
+
+def _waiting_bytes(
+    plans: Sequence[Plan], placed: Sequence[tuple[Bucket, Placement]]
+) -> dict[Tier, int]:
+    """Return the bytes of one rank's gradients that wait for the last micro-batch, by tier.
+
+    placed: the buckets to count, with their placements.
+    """
+    steps = [s for plan in plans for part in plan.schedules for s in part.steps]
+    waiting = {s.bucket for s in steps if s.kind is Kind.ACCUMULATE}
+    found = dict.fromkeys(Tier, 0)
+    for bucket, placement in placed:
+        if bucket.id in waiting:
+            found[placement.gradient_tier] += bucket.waiting_gradient_bytes
+    return found
+
+
+def _left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int]) -> int:
+    """Return the bytes that a forward leaves on the device: results and saved tensors, without its inputs."""
+    inputs = storages(
+        (n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")), DEVICE.type
+    )
+    outputs = forward.graph.output_node().all_input_nodes
+    values = [n.meta.get("val") for n in outputs]
+    left = storages((v for v in values if isinstance(v, Tensor)), DEVICE.type)
+    return sum(evaluate(size, sizes) for s, size in left.items() if s not in inputs)
