@@ -218,7 +218,7 @@ def stamp(buckets: tuple[int, ...]) -> Tensor:
 
 
 def check(stamps: Tensor, buckets: tuple[int, ...]) -> None:
-    """Refuse to go on unless the backward can get the values that the forward stamped."""
+    """Let the backward have the values that the forward stamped; a load of others, or the end, raises."""
     _only_in_a_graph("check")
 
 

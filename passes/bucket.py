@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from fcdp_compile.buckets import exact_bucket, fitted, wire_format
+from fcdp_compile.buckets import exact_bucket
 from fcdp_compile.cluster.bucket_size import bucket_bytes
 from fcdp_compile.core.params.registry import ParamSpec
+from fcdp_compile.core.params.spec import bucket_strategy, wire_format
 from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
@@ -132,7 +133,7 @@ For Llama 3 8B's shapes, the node that sends most then sends 1.2 times the mean 
 def _kind(key: str, ctx: PassContext) -> _Kind:
     spec, is_frozen = ctx.specs[key], key in ctx.frozen
     on_host = None if spec.computes_on is None else spec.home_dtype
-    fit = fitted(spec, is_frozen=is_frozen)
+    fit = bucket_strategy(spec, is_frozen=is_frozen)
     return is_frozen, spec.gather_dtype, spec.reduce_dtype, on_host, fit
 
 

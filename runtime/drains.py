@@ -7,8 +7,8 @@ So at most one program's reductions are on their way beside another program, and
 of every parameter has its values.
 
 A drain runs on the stream of its program, whoever reads, because memory belongs to that stream
-(`stream_order`); the reader's stream waits for it.  The first run of a program is not cut short, because only
-its results show what memory layout a late gradient will have, which Dynamo compares.
+(`plan.lane_clocks`); the reader's stream waits for it.  The first run of a program is not cut short, because
+only its results show what memory layout a late gradient will have, which Dynamo compares.
 """
 
 from __future__ import annotations

@@ -98,13 +98,12 @@ class BoundGraphs:
         if self._options.dump is not None:  # the graphs after each pass are asked for
             return None
         book = _BOOKS[model]
-        parameters = {key: model.records[key].parameter() for key in keys.values()}
         found = plan_alike(
             like._planned,
             keys,
             book,
             self._room(model),
-            [key for key, p in parameters.items() if not p.requires_grad],
+            model.records.frozen(),
             number=len(model.plans),
             host_bytes=model.host_memory.budget.bytes,
         )
@@ -156,11 +155,7 @@ class BoundGraphs:
             ranks_per_node=model.topology.ranks_per_node,
             node=model.topology.node,
             specs=book.specs,
-            frozen=frozenset(
-                key
-                for key, r in model.records.items()
-                if (p := r.living()) is not None and not p.requires_grad
-            ),
+            frozen=model.records.frozen(),
             known={},
             next_bucket=0,
             bucket_bytes=self._options.bucket_bytes,

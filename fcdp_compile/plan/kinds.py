@@ -1,4 +1,7 @@
-"""The kinds of steps, with all that depends on the kind alone: one row of `_KINDS` each."""
+"""The kinds of steps: what each moves, its lane and its text, a row of `_KINDS` each.
+
+docs/architecture.md, "A kind of step", lists what else a new kind needs.
+"""
 
 from __future__ import annotations
 

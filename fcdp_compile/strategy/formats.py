@@ -38,9 +38,9 @@ class Format(Enum):
 class Coding:
     """How a format quantises.
 
-    bits: of a value, without its block's scale.  block: values that share a scale.  scale_bytes: 4 (fp32) or
-    2 (bf16).  largest: the largest level.  book: the levels from the lowest to the highest, if they are not
-    whole numbers.
+    bits: of a value, without its block's scale; 4 or 8 (`runtime.collectives.quantize`).  block: values that
+    share a scale.  scale_bytes: 4 (fp32) or 2 (bf16).  largest: the largest level.  book: the levels from the
+    lowest to the highest, if they are not whole numbers.
     """
 
     bits: int

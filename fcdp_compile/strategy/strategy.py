@@ -194,7 +194,8 @@ class Strategy:
     def on_one_node(self, ranks_per_node: int) -> Strategy:
         """The same strategy on one node, where home shards are node shards: without formats and algorithms.
 
-        Of its caches, whole buckets remain, and the host for shards that leave the GPU (`buckets.fitted`).
+        Of its caches, whole buckets remain, and the host for shards that leave the GPU
+        (`core.params.spec.bucket_strategy`).
         """
         gradient = Scope.GLOBAL if self.gradient is Scope.INTRA else self.gradient
         leaves = self.keeps_on_host and self.is_resident

@@ -2,7 +2,7 @@
 
 The cache of "FCDP: Fully Cached Data Parallel for Communication-Avoiding Large-Scale Training" (Park et al.)
 keeps a node shard on the GPU while the memory in use is below a threshold tau, else on the host.  Here this
-is decided at compile time, from the predicted memory of the whole step; at run time `DeviceMemory` can
+is decided at compile time, from the predicted memory of the whole step; at run time `BucketCache` can
 overrule it.  If there is more room, whole buckets stay, and are not gathered again within the node either.
 """
 

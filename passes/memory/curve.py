@@ -16,7 +16,6 @@ kernels and Gloo take for themselves (workspaces, staging) is in no graph and is
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -30,6 +29,7 @@ from torch.fx import GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.passes.graph.context import META, StepMeta
 from fcdp_compile.plan import Lane
+from fcdp_compile.plan.lane_clocks import Clock, LaneClocks
 from fcdp_compile.torch_compat import storage_id
 
 Bytes: TypeAlias = int | sympy.Expr
@@ -203,33 +203,20 @@ def _lives(
 def _let_go(events: Sequence[_Event]) -> dict[Node, int]:
     """The event at which each started step lets go of its inputs and its result.
 
-    This is as in the runtime (`runtime.stream_order`, [Note: let go in stream order]): the first wait for
-    the step, for a later step of its lane, or for a step that read its result.
+    This is as in the runtime (`plan.lane_clocks`, [Note: let go in stream order]): the first wait for the
+    step, for a later step of its lane, or for a step that read its result.
     """
-    clocks: dict[Node, dict[Lane, int]] = {}
-    last: dict[Lane, dict[Lane, int]] = {}
-    held: dict[Lane, deque[tuple[int, Node]]] = {}
+    order: LaneClocks[Node] = LaneClocks()
+    clocks: dict[Node, Clock] = {}
     found: dict[Node, int] = {}
     for i, event in enumerate(events):
         node = event.node
         if node.target is ops.wait:
-            for lane, count in clocks.get(node.all_input_nodes[0], {}).items():
-                while held[lane] and held[lane][0][0] <= count:
-                    found[held[lane].popleft()[1]] = i
-            continue
-        kind = ops.kind_of(node)
-        lane = Lane.COMPUTE if kind is None else kind.lane
-        if lane is Lane.COMPUTE:
-            continue
-        clock = dict(last.get(lane, {}))
-        for read in node.all_input_nodes:
-            for other, count in clocks.get(read, {}).items():
-                clock[other] = max(count, clock.get(other, 0))
-        clock[lane] = clock.get(lane, 0) + 1
-        last[lane] = clocks[node] = clock
-        held.setdefault(lane, deque()).append((clock[lane], node))
-    never = len(events) - 1
-    return found | {node: never for steps in held.values() for _, node in steps}
+            found |= dict.fromkeys(order.let_go(clocks.get(node.all_input_nodes[0], {})), i)
+        elif (kind := ops.kind_of(node)) is not None and kind.lane is not Lane.COMPUTE:
+            after = [clocks[read] for read in node.all_input_nodes if read in clocks]
+            clocks[node] = order.add(kind.lane, after, node)
+    return found | dict.fromkeys(order.held(), len(events) - 1)
 
 
 def _scratch_bytes(node: Node) -> int:

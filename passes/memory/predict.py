@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import sympy
 from torch.fx import Graph, GraphModule
 
-from fcdp_compile.buckets import may_leave
 from fcdp_compile.core.params.registry import STATE_BYTES, ParamSpec
+from fcdp_compile.core.params.spec import may_leave
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.describe import is_step
 from fcdp_compile.passes.graph.context import PassContext, Use

@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fcdp_compile.buckets import may_leave
 from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.core.params.packing import (
     pack_grads,
@@ -26,6 +25,7 @@ from fcdp_compile.core.params.packing import (
     unpack_grads,
 )
 from fcdp_compile.core.params.registry import ParamSpec
+from fcdp_compile.core.params.spec import may_leave
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Bucket, Kind, Placement
 from fcdp_compile.plan.kinds import FETCHES, REDUCING
@@ -115,6 +115,7 @@ class BoundBucket:
         codec = self.cache.codecs.of_weights
         if kind is Kind.INTRA_OWN_ALL_GATHER:
             return start.own_all_gather(kind, part, name, codec=codec)
+        assert kind is Kind.INTER_ALL_GATHER, kind
         return start.all_gather(kind, part, name, codec=codec, sizes=self._sizes)
 
     def gathered(self, home: Tensor) -> list[Tensor]:

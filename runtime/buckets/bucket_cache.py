@@ -36,7 +36,7 @@ from fcdp_compile.strategy.formats import Format
 class _Where(Enum):
     """Where a bucket is kept.
 
-    PLANNED: in its tier.  FALLEN: on the host for good, because the device had no room for it.
+    PLANNED: in its tier.  FALLEN: on the host until it is dropped, because the device had no room for it.
     WHOLE: in full on the device, as all ranks agreed.  LEAVING: like WHOLE, until all ranks agree to give it
     up, because this rank's device has no more room.
     """

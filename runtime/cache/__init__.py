@@ -1,1 +1,4 @@
-"""The cache: node shards that wait for their next use, in pinned host memory or on the device."""
+"""Memory for copies: pinned host memory, how full the device is, and home shards that go to and fro.
+
+The copies themselves are in `runtime.buckets.bucket_cache`.
+"""

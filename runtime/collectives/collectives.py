@@ -259,6 +259,7 @@ class Collectives:
             return self.all_reduce(kind, send, name)
         if kind is Kind.INTRA_GRAD_ALL_GATHER:
             return self.all_gather(kind, send, name)
+        assert kind in (Kind.INTRA_REDUCE_SCATTER, Kind.INTER_REDUCE_SCATTER), kind
         return self.reduce_scatter(kind, send, name, codec=codec, sizes=sizes)
 
     def agree(

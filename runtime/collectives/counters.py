@@ -1,4 +1,4 @@
-"""Bytes by link and kind, counted when a transfer is issued; cheap enough to be always on."""
+"""Bytes of all lanes by kind, counted when a transfer is issued; cheap enough to be always on."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ from torch.profiler import record_function
 from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.plan import Bucket, Kind, Lane
+from fcdp_compile.plan.lane_clocks import Clock, LaneClocks
 from fcdp_compile.runtime.lanes.stream_lane import StreamLane
-from fcdp_compile.runtime.lanes.stream_order import Ordered, StreamOrder
-from fcdp_compile.runtime.lanes.tasks import Pending, Run, TaskLane, within
+from fcdp_compile.runtime.lanes.tasks import Done, Pending, Run, TaskLane, within
 from fcdp_compile.runtime.lanes.thread_lane import ThreadLane
 from fcdp_compile.torch_compat import is_profiling
 
@@ -75,6 +75,24 @@ class Scratch:
         return made
 
 
+class Ordered:
+    """The end of a task whose buffers are let go in stream order (`plan.lane_clocks`)."""
+
+    __slots__ = ("_done", "_order", "clock")
+
+    def __init__(self, done: Done, clock: Clock, order: LaneClocks[list[object]]) -> None:
+        self._done = done
+        self._order = order
+        self.clock = clock
+
+    def order(self) -> None:
+        self._done.order()
+
+    def passed(self) -> None:
+        for held in self._order.let_go(self.clock):
+            held.clear()
+
+
 class Lanes:
     """The lanes of the models of one mesh on this rank.
 
@@ -88,7 +106,7 @@ class Lanes:
         self.device = device
         # The device whose streams the Python thread issues to; None: every lane has a thread.
         self._issued = None if is_blocking or not isinstance(device, StreamDevice) else device
-        self._order = StreamOrder()
+        self._order: LaneClocks[list[object]] = LaneClocks()
         self._last: dict[Lane, Ordered] = {}  # of each lane, if lanes are streams
         self._lanes: dict[Lane, TaskLane] = {}
         self._task = _named  # wraps each task before its lane gets it
@@ -133,7 +151,8 @@ class Lanes:
         if not isinstance(self.device, StreamDevice):
             return Pending(out, done=self._lane(lane).start(task, after, held))
         # Before the start: a task that fails may leave unfinished work on its stream.
-        clock = self._order.add(lane, after, held)
+        clocks = [done.clock for done in after if isinstance(done, Ordered)]
+        clock = self._order.add(lane, clocks, held)
         task = within(partial(self.device.watching, name), task)
         done = Ordered(self._lane(lane).start(task, after, held), clock, self._order)
         self._last[lane] = done

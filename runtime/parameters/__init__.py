@@ -1,1 +1,1 @@
-"""The parameters of a sharded model: where each is kept, and whether its copies are valid."""
+"""The parameters of a sharded model: where the model has each, and the generation of its values."""

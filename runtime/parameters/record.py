@@ -157,6 +157,15 @@ class Records(dict[str, ParamRecord]):
         }
         self._keys_by_memory: dict[tuple[int, int], str] = {}
 
+    def frozen(self) -> frozenset[str]:
+        """The keys of the parameters that need no gradient now.
+
+        `requires_grad` alone says what is frozen.  A graph is compiled for these keys, and its buckets are
+        frozen or not; if a parameter is frozen or unfrozen later, Dynamo compiles the graph again.
+        """
+        living = {key: record.living() for key, record in self.items()}
+        return frozenset(k for k, p in living.items() if p is not None and not p.requires_grad)
+
     def of(self, bucket: Bucket) -> list[ParamRecord]:
         """The parameters of a bucket, in its order."""
         return [self.by_name[p.name] for p in bucket.params]

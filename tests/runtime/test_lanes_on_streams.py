@@ -117,7 +117,7 @@ def order_nothing(self: object) -> None:
 
 
 def hold_nothing(self: object, lane: Lane, after: Any, held: list[object]) -> dict[Lane, int]:
-    """In place of `StreamOrder.add`."""
+    """In place of `LaneClocks.add`."""
     return {}
 
 
@@ -125,7 +125,7 @@ def hold_nothing(self: object, lane: Lane, after: Any, held: list[object]) -> di
     ("name", "damage"),
     [
         ("fcdp_compile.runtime.lanes.stream_lane.OnStream.order", order_nothing),
-        ("fcdp_compile.runtime.lanes.stream_order.StreamOrder.add", hold_nothing),
+        ("fcdp_compile.plan.lane_clocks.LaneClocks.add", hold_nothing),
         ("tests.runtime.simulated_device.Stream.wait_event", lambda self, event: None),
     ],
 )

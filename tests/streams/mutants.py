@@ -41,19 +41,19 @@ from tests.streams.cached import use_on_the_way
 from tests.streams.programs import PROGRAMS, Job, Late, Program, checked, four_ranks, late
 
 MODULES = (
-    "lanes.stream_lane",
-    "lanes.thread_lane",
-    "lanes.stream_order",
-    "lanes.tasks",
-    "lanes.lanes",
-    "collectives.channel",
-    "collectives.collectives",
-    "buckets.bucket_cache",
-    "optimizers.gradients",
-    "buckets.bound_bucket",
-    "outside",
-    "program",
-    "drains",
+    "runtime.lanes.stream_lane",
+    "runtime.lanes.thread_lane",
+    "plan.lane_clocks",
+    "runtime.lanes.tasks",
+    "runtime.lanes.lanes",
+    "runtime.collectives.channel",
+    "runtime.collectives.collectives",
+    "runtime.buckets.bucket_cache",
+    "runtime.optimizers.gradients",
+    "runtime.buckets.bound_bucket",
+    "runtime.outside",
+    "runtime.program",
+    "runtime.drains",
 )
 """The modules of the runtime that order work."""
 
@@ -170,7 +170,7 @@ def _called(node: ast.AST) -> str:
 def mutants() -> Iterator[Mutant]:
     """Yields every change of every module, in the order of the source."""
     for name in MODULES:
-        module = importlib.import_module(f"fcdp_compile.runtime.{name}")
+        module = importlib.import_module(f"fcdp_compile.{name}")
         assert module.__file__ is not None
         source = Path(module.__file__).read_text()
         number, count = 0, 1

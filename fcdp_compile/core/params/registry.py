@@ -29,7 +29,8 @@ class ParamSpec:
     """The facts about one sharded parameter that every part of fcdp may use.
 
     home_dtype: of the shard that the optimizer steps.  gather_dtype: of all-gathers and the full parameter.
-    reduce_dtype: of reduce-scatters.  local_shape: of this rank's shard.  strategy: as fitted to this mesh.
+    reduce_dtype: of reduce-scatters.  local_shape: of this rank's shard.  strategy: that of
+    this parameter on this mesh (`core.params.spec`).
     is_packed: whether it is a part of a quantised weight, whose bytes nothing may change (`quantised`).
     computes_on: the device of gathered parameters if home shards and gradients are in host memory, else None.
     inner: how the whole parameter is cut over the ranks of a "tp" group; `layout` is then that of this rank's

@@ -1,8 +1,19 @@
-"""The spec of a parameter on a mesh: arithmetic that needs neither the mesh nor the parameter."""
+"""The spec of a parameter on a mesh, and its strategy; needs neither the mesh nor the parameter.
+
+    what the user has asked for
+    on_hosts           home shards in host memory, if the user wants it or GPUs are full
+    fit_strategy       what the number of nodes and ranks leaves of it
+    param_spec         without formats for a matrix with a home node or quantised weight: `ParamSpec.strategy`
+    bucket_strategy    without a copy that frees nothing: `Bucket.strategy`
+
+No other module changes a strategy after `shard` has assigned one to each parameter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -11,7 +22,10 @@ from fcdp_compile.core.params.layout import ParamLayout, choose_dim
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.strategy.formats import CODINGS, Format
 from fcdp_compile.strategy.gathering import Algorithm
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +55,24 @@ class Home:
             node=self.node if scope is Scope.GLOBAL else 0,
             place=0 if scope is Scope.NONE else self.place,
         )
+
+
+def on_hosts(
+    strategies: Mapping[K, Strategy], mesh: Home, *, where_possible: bool = False
+) -> dict[K, Strategy]:
+    """The strategies with home shards in host memory.
+
+    mesh: this rank among all ranks.  where_possible: leave strategies as they are that have no home shards
+    here.
+
+    Raises: ArgumentError for a strategy without home shards, else.
+    """
+    return {
+        key: strategy
+        if where_possible and mesh.of(strategy.home).ranks == 1
+        else replace(strategy, offloads=True)
+        for key, strategy in strategies.items()
+    }
 
 
 def fit_strategy(strategy: Strategy, mesh: Home, *, shares_memory: bool) -> Strategy:
@@ -124,3 +156,45 @@ def param_spec(
         is_packed=is_packed,
         inner=inner,
     )
+
+
+def bucket_strategy(spec: ParamSpec, *, is_frozen: bool) -> Strategy:
+    """The strategy of a parameter's bucket.
+
+    On one node, where a home shard is its own node shard, a copy on the host is of use only if the home shard
+    then leaves the device.
+    """
+    strategy = spec.strategy
+    is_copy = spec.layout.nodes > 1 or not strategy.keeps_on_host
+    return strategy if is_copy or may_leave(spec, is_frozen=is_frozen) else strategy.without_cache()
+
+
+def may_leave(spec: ParamSpec, *, is_frozen: bool) -> bool:
+    """Whether a home shard leaves the device while the cache has its node shard.
+
+    So the node shard is kept until it changes, perhaps on the host, and has the exact values.
+    """
+    strategy, dtype = spec.strategy, spec.home_dtype
+    sent, _ = strategy.formats(is_frozen=True)
+    is_exact = dtype == spec.gather_dtype and wire_format(sent, dtype) is Format.FULL
+    is_here = spec.computes_on is None
+    return is_frozen and is_here and is_exact and strategy.keeps_on_host and strategy.is_resident
+
+
+def with_home(spec: ParamSpec, device: torch.device, *, is_frozen: bool) -> ParamSpec:
+    """The spec with the home shard where its strategy wants it.
+
+    device: for computation.
+    """
+    offloads = spec.strategy.offloads and not may_leave(spec, is_frozen=is_frozen)
+    return replace(spec, computes_on=device) if offloads else spec
+
+
+def wire_format(wanted: Format, dtype: torch.dtype) -> Format:
+    """The wanted format if it makes a whole block of the dtype smaller, else `FULL`.
+
+    Only the dtype decides, so a parameter has the same values in its own bucket as in a shared bucket.
+    """
+    if wanted is Format.FULL or not dtype.is_floating_point:
+        return Format.FULL
+    return wanted if CODINGS[wanted].value_bytes < dtype.itemsize else Format.FULL

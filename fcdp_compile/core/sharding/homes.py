@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fcdp_compile.buckets import may_leave
 from fcdp_compile.core.params.inner_cut import is_declared
 from fcdp_compile.core.params.registry import STATE_BYTES, ParamSpec
-from fcdp_compile.core.params.spec import Home
+from fcdp_compile.core.params.spec import may_leave
 from fcdp_compile.core.ranks.inner_mesh import CONTEXT, CUT, Cut, cp_of
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.home_nodes import home_nodes
 
 K = TypeVar("K")
@@ -90,24 +87,6 @@ def check_offload(offload_params: object) -> None:
     """
     if not isinstance(offload_params, bool) and offload_params != "auto":
         raise ArgumentError(f"offload_params must be True, False or 'auto', not {offload_params!r}")
-
-
-def on_hosts(
-    strategies: Mapping[K, Strategy], mesh: Home, *, where_possible: bool = False
-) -> dict[K, Strategy]:
-    """The strategies with home shards in host memory.
-
-    mesh: this rank among all ranks.  where_possible: leave strategies as they are that have no home shards
-    here.
-
-    Raises: ArgumentError for a strategy without home shards, else.
-    """
-    return {
-        key: strategy
-        if where_possible and mesh.of(strategy.home).ranks == 1
-        else replace(strategy, offloads=True)
-        for key, strategy in strategies.items()
-    }
 
 
 def fills(gpu_bytes: int | None, specs: Iterable[tuple[ParamSpec, bool]]) -> bool:

@@ -23,11 +23,11 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         optimizer.step()
 
     The strategy decides how gradients accumulate: whole on each rank, cut over the ranks of a node (fcdp),
-    or, if it reduces every micro-batch's gradients to the home shards, as without no_sync. The first
-    backward of a forward outside of the block reduces all accumulated gradients, and only then `.grad`
-    holds them; before, `.grad` holds negative zeros. `zero_grad` clears accumulated gradients too. Code
-    that is not compiled synchronises every time, which is right but slower; the last micro-batch must be
-    compiled if earlier ones were. `torch.autograd.grad` and `backward(inputs=…)` are refused.
+    or, if it reduces every micro-batch's gradients to the home shards, as without no_sync. Code that is not
+    compiled accumulates as well. Leaving the block reduces nothing: the first backward of a forward outside
+    of the block reduces all accumulated gradients, and only then `.grad` holds them; before, `.grad` holds
+    negative zeros. `zero_grad` clears accumulated gradients too. `torch.autograd.grad` and
+    `backward(inputs=…)` are refused.
 
     model: sharded, compiled or not.  All ranks must enter and leave for the same micro-batches; every
     forward checks this.

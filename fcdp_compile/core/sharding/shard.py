@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fcdp_compile.buckets import may_leave, with_home
 from fcdp_compile.core.params import registry
 from fcdp_compile.core.params.gate import Calls, Gate
 from fcdp_compile.core.params.home_shard import KEY, REPLACED, HomeShard
@@ -24,7 +23,14 @@ from fcdp_compile.core.params.layout import ParamLayout
 from fcdp_compile.core.params.mesh import Topology, topology_of
 from fcdp_compile.core.params.packing import rows_of
 from fcdp_compile.core.params.registry import ParamSpec
-from fcdp_compile.core.params.spec import Home, fit_strategy, param_spec
+from fcdp_compile.core.params.spec import (
+    Home,
+    fit_strategy,
+    may_leave,
+    on_hosts,
+    param_spec,
+    with_home,
+)
 from fcdp_compile.core.ranks.inner_mesh import data_mesh
 from fcdp_compile.core.sharding.assignment import adapted, assign, chosen_strategy
 from fcdp_compile.core.sharding.homes import (
@@ -33,7 +39,6 @@ from fcdp_compile.core.sharding.homes import (
     fills,
     home_nodes_of,
     matrices_of,
-    on_hosts,
 )
 from fcdp_compile.core.sharding.loads import watch_loads
 from fcdp_compile.core.sharding.refusals import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fcdp_compile.buckets import fitted
-from fcdp_compile.core.params.spec import fit_strategy
+from fcdp_compile.core.params.spec import bucket_strategy, fit_strategy
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.tools.planner.estimate import Estimate, estimate
@@ -88,7 +87,9 @@ def sensible(traced: TracedModel, job: Job, names: Sequence[str] = SENSIBLE) -> 
             on_mesh = replace(on_mesh, gradient=on_mesh.home)
         specs = specs_of(traced, replace(on_mesh, name=""), job.mesh)
         frozen = {p.key for p in traced.params if not p.requires_grad}
-        used = frozenset(fitted(spec, is_frozen=key in frozen) for key, spec in specs.items())
+        used = frozenset(
+            bucket_strategy(spec, is_frozen=key in frozen) for key, spec in specs.items()
+        )
         found.setdefault(used, strategy)
     return list(found.values())
 

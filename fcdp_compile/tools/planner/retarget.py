@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule
 
-from fcdp_compile.buckets import with_home
 from fcdp_compile.core.params.registry import ParamSpec
-from fcdp_compile.core.params.spec import Home, param_spec
+from fcdp_compile.core.params.spec import Home, param_spec, with_home
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.passes.pipeline import Graphs
