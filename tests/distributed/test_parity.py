@@ -48,9 +48,16 @@ def test_two_nodes_of_two_with_odd_sizes() -> None:
     run(check_trials, trials, nodes=2, ranks_per_node=2)
 
 
-def test_two_nodes_of_two() -> None:
-    trials = [Trial(case="gpt2", is_checkpointed=True), Trial(case="llama-lora")]
-    run(check_trials, trials, nodes=2, ranks_per_node=2)
+@pytest.mark.parametrize(
+    "trial",
+    [
+        Trial(case="llama-lora"),
+        pytest.param(Trial(case="gpt2", is_checkpointed=True), marks=pytest.mark.slow),
+    ],
+    ids=named,
+)
+def test_two_nodes_of_two(trial: Trial) -> None:
+    run(check_trial, trial, nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.rare

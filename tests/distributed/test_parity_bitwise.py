@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.distributed.parity import Sharded, Trial, check_equal, history
 from tests.distributed.ranks import run
+from tests.marks import quick
 
 pytestmark = pytest.mark.distributed
 
@@ -24,8 +25,9 @@ def _compare(mesh: DeviceMesh | None, cases: list[str], steps: int) -> None:
             check_equal(f"{name}: {STRATEGIES[0]} and {strategy}", other, first)
 
 
-def test_two_nodes_of_two() -> None:
-    run(_compare, ["odd", "odd-lora"], 4, nodes=2, ranks_per_node=2)
+@pytest.mark.parametrize("case", quick(["odd", "odd-lora"], "odd-lora"))
+def test_two_nodes_of_two(case: str) -> None:
+    run(_compare, [case], 4, nodes=2, ranks_per_node=2)
 
 
 @pytest.mark.rare

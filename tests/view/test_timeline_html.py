@@ -34,7 +34,7 @@ from fcdp_compile.tools.view.timeline_html import ScheduleKey, timeline_html
 from tests.colors import VISION, seen
 
 MACHINE = MACHINES["cuda"]
-FOLDER = Path(__file__).parents[2] / "fcdp_compile" / "view" / "timeline"
+FOLDER = Path(__file__).parents[2] / "fcdp_compile" / "tools" / "view" / "timeline"
 COLD = (Direction.FORWARD, Variant.COLD)
 BACKWARD = (Direction.BACKWARD, Variant.COLD)
 
