@@ -14,7 +14,7 @@ from typing import NoReturn, Protocol
 
 import fcdp_compile
 from fcdp_compile.cli import dump, plan, probe, simulate, strategies
-from fcdp_compile.cli.answer import Answer
+from fcdp_compile.cli.command import Answer
 from fcdp_compile.errors import FcdpError, did_you_mean
 from fcdp_compile.models.files.json_records import one_line
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fcdp_compile.cli import stages
-from fcdp_compile.cli.answer import Answer
+from fcdp_compile.cli.command import Answer, Declared
 from fcdp_compile.cli.tables.plan import (
     PLAN_SUFFIX,
     Measured,
@@ -32,7 +32,7 @@ from fcdp_compile.plan.diff import diff
 from fcdp_compile.plan.json import read_plan, to_json
 from fcdp_compile.tools.view.chrome_trace import Event, chrome_trace
 from fcdp_compile.tools.view.short_names import fold_numbers
-from fcdp_compile.tools.view.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.tools.view.timeline_html import timeline_html
 
 SUMMARY = "print the plans of compiled graphs: buckets and ordered steps"
 DESCRIPTION = (
@@ -43,27 +43,17 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `fcdp dump`."""
-    parser.add_argument(
-        "folder",
-        metavar="FOLDER",
-        nargs="?",
-        help='the folder given to torch.compile(..., options={"dump": FOLDER})',
+    folder = 'the folder given to torch.compile(..., options={"dump": FOLDER})'
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", help=folder)
+    add = Declared(parser)
+    add.form(
+        json="the plan itself, a list if there are several",
+        chrome="a trace for Perfetto (ui.perfetto.dev) with a track for each lane, predicted times, and "
+        "measured times if there is a recording",
+        html="one page for a browser that explains the schedule and fetches nothing",
     )
-    parser.add_argument(
-        "--format",
-        choices=("table", "json", "chrome", "html"),
-        default="table",
-        help="table: for reading (default); json: the plan itself, a list if there are several; chrome: a "
-        "trace for Perfetto (ui.perfetto.dev) with a track for each lane, predicted times, and measured "
-        "times if there is a recording; html: one page for a browser that explains the schedule and "
-        "fetches nothing",
-    )
-    parser.add_argument(
-        "--graph", choices=[d.value for d in Direction], help="only schedules of this direction"
-    )
-    parser.add_argument(
-        "--variant", choices=[v.value for v in Variant], help="only schedules of this variant"
-    )
+    add.choice("--graph", [d.value for d in Direction], "only schedules of this direction")
+    add.choice("--variant", [v.value for v in Variant], "only schedules of this variant")
     parser.add_argument(
         "--machine",
         metavar="NAME",
@@ -71,27 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the speeds for predicted times: cuda, an A100-class card on 10 Gbit/s (default); cpu, two "
         "cores; a built-in cluster; or a file that fcdp probe wrote",
     )
-    parser.add_argument("--why", type=int, metavar="BUCKET", help="everything about one bucket")
-    parser.add_argument(
-        "--diff",
-        metavar="OTHER",
-        help="the differences from another folder; exit code 1 if there are any",
-    )
-    parser.add_argument(
-        "--passes",
-        action="store_true",
-        help="the passes in their order, explained; needs no folder",
-    )
-    parser.add_argument(
-        "--stages", action="store_true", help="what each pass changed, and how long it took"
-    )
-    parser.add_argument("--stage", metavar="PASS", help="each graph as text after a pass")
-    parser.add_argument(
-        "--stage-diff",
-        nargs=2,
-        metavar="PASS",
-        help="the differences of each graph between two passes; exit code 1 if there are any",
-    )
+    add.value("--why", int, "BUCKET", "everything about one bucket")
+    other = "the differences from another folder; exit code 1 if there are any"
+    add.value("--diff", str, "OTHER", other)
+    add.flag("--passes", "the passes in their order, explained; needs no folder")
+    add.flag("--stages", "what each pass changed, and how long it took")
+    add.value("--stage", str, "PASS", "each graph as text after a pass")
+    both = "the differences of each graph between two passes; exit code 1 if there are any"
+    add.value("--stage-diff", str, "PASS", both, nargs=2)
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -120,7 +97,9 @@ def run(options: argparse.Namespace) -> Answer:
     if options.format == "chrome":
         return Answer(_trace(plans, machine, measured))
     if options.format == "html":
-        return Answer(_page(plans, machine, measured))
+        by_position = {i: measured[path] for i, path in enumerate(plans) if path in measured}
+        page = timeline_html(list(plans.values()), machine, measured=by_position)
+        return Answer(page.rstrip("\n"))
     note = f"predicted with the speeds of {one_line(options.machine)}"
     tables = [
         format_plan(
@@ -142,16 +121,6 @@ def _stages(options: argparse.Namespace) -> Answer:
     if options.stage_diff:
         return stages.compared(found, tuple(options.stage_diff))
     return Answer(stages.shown(found, options.stage) if options.stage else stages.listed(found))
-
-
-def _page(plans: Mapping[Path, Plan], machine: Machine, measured: Mapping[Path, Measured]) -> str:
-    shown = {
-        ScheduleKey(i, schedule.direction, schedule.variant): times
-        for i, (path, plan) in enumerate(plans.items())
-        for schedule in plan.schedules
-        if (times := measured.get(path, {}).get((schedule.direction, schedule.variant)))
-    }
-    return timeline_html(list(plans.values()), machine, measured=shown).rstrip("\n")
 
 
 def _read(folder: str) -> dict[Path, Plan]:

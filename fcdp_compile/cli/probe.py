@@ -10,14 +10,13 @@ import argparse
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from fcdp_compile.cli.answer import Answer
+from fcdp_compile.cli.command import Answer, Declared, kind
 from fcdp_compile.cli.tables.probe import format_profile
 from fcdp_compile.cluster.profile import profile_to_json
 from fcdp_compile.cluster.quantities import parse_bytes, parse_bytes_per_s
 from fcdp_compile.cluster.requests import LEAST_BYTES, ProbeOutcome, ProbeRequest
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import ArgumentError, FcdpError
 
 SUMMARY = "measure this cluster: is the host faster than your network?"
 DESCRIPTION = (
@@ -32,45 +31,22 @@ _MOST_SECONDS = 3600.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `fcdp probe`."""
-    parser.add_argument(
-        "--output", type=_file, metavar="FILE", help="where to write the profile (JSON)"
-    )
-    parser.add_argument(
-        "--nodes",
-        type=_count,
-        metavar="N",
-        help="split the ranks into this many nodes (default: the nodes that torchrun uses)",
-    )
-    parser.add_argument(
+    add = Declared(parser)
+    add.value("--output", _file, "FILE", "where to write the profile (JSON)")
+    nodes = "split the ranks into this many nodes (default: the nodes that torchrun uses)"
+    add.value("--nodes", _count, "N", nodes)
+    add.value(
         "--inter",
-        type=_bandwidth,
-        metavar="BANDWIDTH",
-        help="take this bandwidth for a node's network card, 10G (bits) or 1.25GB/s, and do not measure "
+        kind(parse_bytes_per_s),
+        "BANDWIDTH",
+        "take this bandwidth for a node's network card, 10G (bits) or 1.25GB/s, and do not measure "
         "it: for a cluster that does not exist yet",
     )
-    parser.add_argument(
-        "--max-size",
-        type=_size,
-        default="256MiB",
-        metavar="SIZE",
-        help="the largest size to measure, if memory and time allow (default: 256MiB)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="about how long to measure (default: 30)",
-    )
-    parser.add_argument(
-        "--name", type=_name, help="name of the profile (default: ranks and device)"
-    )
-    parser.add_argument(
-        "--format",
-        choices=("table", "json"),
-        default="table",
-        help="table: for reading (default); json: the profile",
-    )
+    size = "the largest size to measure, if memory and time allow"
+    add.value("--max-size", _size, "SIZE", size, default="256MiB")
+    add.value("--seconds", _seconds, "S", "about how long to measure", default="30")
+    add.value("--name", _name, None, "name of the profile (default: ranks and device)")
+    add.form(json="the profile")
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -99,47 +75,38 @@ def run(options: argparse.Namespace) -> Answer:
     return Answer(format_profile(outcome.profile) + written)
 
 
-def _checked(check: Callable[[str], Any], text: str) -> Any:
-    try:
-        return check(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
+@kind
 def _file(text: str) -> Path:
     if not text:
-        raise argparse.ArgumentTypeError("is empty; give the name of a file")
+        raise ArgumentError("is empty; give the name of a file")
     return Path(text)
 
 
+@kind
 def _count(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 2**20:
-        raise argparse.ArgumentTypeError(f"must be a number of nodes from 1, not {text!r}")
+        raise ArgumentError(f"must be a number of nodes from 1, not {text!r}")
     return int(text)
 
 
-def _bandwidth(text: str) -> float:
-    found: float = _checked(parse_bytes_per_s, text)
-    return found
-
-
+@kind
 def _size(text: str) -> int:
-    size: int = _checked(parse_bytes, text)
+    size = parse_bytes(text)
     if not 4 * LEAST_BYTES <= size < 2**40:
-        raise argparse.ArgumentTypeError(f"must be from 16KiB to less than 1TiB, not {text!r}")
+        raise ArgumentError(f"must be from 16KiB to less than 1TiB, not {text!r}")
     return size
 
 
+@kind
 def _seconds(text: str) -> float:
-    seconds: float = _checked(float, text)
+    seconds = float(text)
     if not 0 < seconds <= _MOST_SECONDS:
-        raise argparse.ArgumentTypeError(
-            f"must be above 0 and at most {_MOST_SECONDS:.0f}, not {text!r}"
-        )
+        raise ArgumentError(f"must be above 0 and at most {_MOST_SECONDS:.0f}, not {text!r}")
     return seconds
 
 
+@kind
 def _name(text: str) -> str:
     if not text or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"must be a printable name, not {text!r}")
+        raise ArgumentError(f"must be a printable name, not {text!r}")
     return text

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.plan import add_job_arguments, whole
+from fcdp_compile.cli.command import Answer, Declared, kind, whole
+from fcdp_compile.cli.plan import add_job_arguments
 from fcdp_compile.cluster.quantities import parse_bytes_per_s
 from fcdp_compile.cluster.requests import Sweep
-from fcdp_compile.errors import FcdpError
+from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.tools.simulator.conditions import Conditions
 from fcdp_compile.tools.simulator.rings import Collectives
 
@@ -29,46 +29,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Collectives.HIERARCHICAL.value,
         help="hierarchical: as planned; ring: as in systems that use one NCCL group for all ranks",
     )
-    parser.add_argument(
-        "--straggler",
-        action="append",
-        type=_pair,
-        default=[],
-        metavar="NODES:FACTOR",
-        help="compute of this many nodes takes FACTOR times as long; may be repeated",
-    )
-    parser.add_argument(
-        "--slow-link",
-        action="append",
-        type=_pair,
-        default=[],
-        metavar="NODES:FACTOR",
-        help="network cards of this many nodes have FACTOR times the bandwidth; may be repeated",
-    )
-    parser.add_argument(
-        "--jitter",
-        type=float,
-        default=0.0,
-        metavar="PART",
-        help="standard deviation of each compute step on each node, relative to its time",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the jitter (default: 0)")
-    parser.add_argument(
+    for name, what in (
+        ("--straggler", "compute of this many nodes takes FACTOR times as long"),
+        ("--slow-link", "network cards of this many nodes have FACTOR times the bandwidth"),
+    ):
+        more = f"{what}; may be repeated"
+        parser.add_argument(
+            name, action="append", type=_pair, default=[], metavar="NODES:FACTOR", help=more
+        )
+    jitter = "standard deviation of each compute step on each node, relative to its time"
+    parser.add_argument("--jitter", type=float, default=0.0, metavar="PART", help=jitter)
+    add = Declared(parser)
+    add.value("--seed", int, None, "seed of the jitter", default=0)
+    add.value(
         "--sweep",
-        type=_sweep,
-        metavar="nodes=2,4,… or bandwidth=1G,10G,…",
-        help="sweep over numbers of nodes, instead of --nodes, or over bandwidths of a node's card",
+        _sweep,
+        "nodes=2,4,… or bandwidth=1G,10G,…",
+        "sweep over numbers of nodes, instead of --nodes, or over bandwidths of a node's card",
     )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw a sweep as FILE.svg or FILE.png (needs matplotlib)"
-    )
-    parser.add_argument(
-        "--format",
-        choices=("table", "json", "csv"),
-        default="table",
-        help="table: for reading (default); json: as fcdp plan prints it, a sweep as a list under "
-        "sweep; csv: one line a row",
-    )
+    add.value("--plot", str, "FILE", "draw a sweep as FILE.svg or FILE.png (needs matplotlib)")
+    add.form(json="as fcdp plan prints it, a sweep as a list under sweep", csv="one line a row")
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -105,19 +85,15 @@ def _pair(text: str) -> tuple[int, float]:
         ) from None
 
 
+@kind
 def _sweep(text: str) -> Sweep:
     of, _, values = text.partition("=")
     texts = tuple(v.strip() for v in values.split(",") if v.strip())
     if of not in ("nodes", "bandwidth") or not texts:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a sweep; give nodes=2,4,8 or bandwidth=1G,10G,100G"
-        )
-    found: tuple[float, ...]
+        raise ArgumentError(f"{text!r} is not a sweep; give nodes=2,4,8 or bandwidth=1G,10G,100G")
     if of == "nodes":
-        found = tuple(whole(v) for v in texts)
-    else:
-        try:
-            found = tuple(parse_bytes_per_s(v) for v in texts)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"bandwidth {error}") from None
-    return Sweep(of=of, values=found, texts=texts)
+        return Sweep(of=of, values=tuple(map(whole, texts)), texts=texts)
+    try:
+        return Sweep(of=of, values=tuple(map(parse_bytes_per_s, texts)), texts=texts)
+    except ValueError as error:
+        raise ArgumentError(f"bandwidth {error}") from None

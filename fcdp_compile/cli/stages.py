@@ -8,12 +8,12 @@ from importlib.util import find_spec
 from inspect import cleandoc
 from pathlib import Path
 
-from fcdp_compile.cli.answer import Answer
-from fcdp_compile.cli.tables.table import ms, table
+from fcdp_compile.cli.command import Answer
 from fcdp_compile.errors import FcdpError, did_you_mean
 from fcdp_compile.models.files.json_records import one_line
 from fcdp_compile.models.files.text_diff import text_diff
 from fcdp_compile.plan.stages import SUFFIX, Stage, read_stages
+from fcdp_compile.tools.view.table import ms, table
 
 Stages = Mapping[str, Sequence[Stage]]
 """The stages of each compilation, by its name in the folder, such as graph-000."""

@@ -80,6 +80,11 @@ class ClusterProfile:
         )
         return replace(self.machine, h2d=h2d, d2h=d2h)
 
+    def with_card(self, bytes_per_s: float) -> ClusterProfile:
+        """The cluster with another bandwidth of a node's card."""
+        inter = replace(self.machine.inter, bytes_per_s=bytes_per_s)
+        return replace(self, machine=replace(self.machine, inter=inter))
+
 
 def _check(profile: ClusterProfile) -> None:
     if not profile.name:

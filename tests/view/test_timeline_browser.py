@@ -18,7 +18,7 @@ from fcdp_compile.plan import Direction, Kind, Lane, Plan, Schedule, Tier, Varia
 from fcdp_compile.plan.cost import MACHINES, Link
 from fcdp_compile.tools.simulator import simulate
 from fcdp_compile.tools.view.story import readable_bytes
-from fcdp_compile.tools.view.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.tools.view.timeline_html import timeline_html
 from tests.colors import contrast, luminance
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -312,11 +312,11 @@ def test_measured_times_are_a_second_row(show: Any) -> None:
     plan = gpt_plan(4)
     slower = replace(MACHINE, flops_per_s=MACHINE.flops_per_s / 2)
     measured = {
-        ScheduleKey(0, s.direction, s.variant): simulate(s, slower, plan.ranks_per_node)
+        (s.direction, s.variant): simulate(s, slower, plan.ranks_per_node)
         for s in plan.schedules
         if (s.direction, s.variant) in (COLD, BACKWARD)
     }
-    opened = show(plan, measured=measured)
+    opened = show(plan, measured={0: measured})
     page = opened.page
     assert opened.axis()[1] == pytest.approx(
         1e6 * sum(t.total_s for t in measured.values()), rel=1e-4
@@ -338,10 +338,9 @@ def test_what_the_model_sends_is_a_lane(show: Any) -> None:
     """With labels that do not overlap, and with nothing measured: nobody records parts of steps."""
     plan = with_inner(gpt_plan(4))
     measured = {
-        ScheduleKey(0, s.direction, s.variant): replace(simulate(s, MACHINE, 2), inner={})
-        for s in plan.schedules
+        (s.direction, s.variant): replace(simulate(s, MACHINE, 2), inner={}) for s in plan.schedules
     }
-    opened = show(plan, measured=measured)
+    opened = show(plan, measured={0: measured})
     page = opened.page
     lanes = page.locator("#gutter .lane")
     shown = [lanes.nth(i).get_attribute("data-lane") for i in range(lanes.count())]

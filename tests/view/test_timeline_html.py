@@ -30,7 +30,7 @@ from fcdp_compile.plan.json import write_plan
 from fcdp_compile.plan.kinds import Flow
 from fcdp_compile.tools.simulator import simulate
 from fcdp_compile.tools.view.story import Story, moved, readable_bytes, tell, tell_sharding
-from fcdp_compile.tools.view.timeline_html import ScheduleKey, timeline_html
+from fcdp_compile.tools.view.timeline_html import timeline_html
 from tests.colors import VISION, seen
 
 MACHINE = MACHINES["cuda"]
@@ -227,7 +227,7 @@ def test_measured_times_stand_beside_those_predicted() -> None:
     forward = schedule_of(plan, COLD)
     slots = tuple(Slot(start_s=0.5 * i, end_s=0.5 * i + 0.25) for i, _ in enumerate(forward.steps))
     measured = Timeline(slots=slots, busy_s={Lane.COMPUTE: 1.0}, total_s=slots[-1].end_s)
-    graphs = page(make_plan(), plan, measured={ScheduleKey(1, *COLD): measured}).data["graphs"]
+    graphs = page(make_plan(), plan, measured={1: {COLD: measured}}).data["graphs"]
     assert [s["measured"] for s in graphs[0]["schedules"]] == [None] * 3
     first, *others = graphs[1]["schedules"]
     assert [s["measured"] for s in others] == [None] * 2
@@ -237,7 +237,7 @@ def test_measured_times_stand_beside_those_predicted() -> None:
     with pytest.raises(
         ValueError, match=r"times of 7 steps do not belong to the 8 steps of forward"
     ):
-        timeline_html([plan], MACHINE, measured={ScheduleKey(0, *COLD): short})
+        timeline_html([plan], MACHINE, measured={0: {COLD: short}})
 
 
 def test_the_command_prints_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

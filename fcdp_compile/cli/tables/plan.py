@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fcdp_compile.cli.tables.table import mib, ms, table, wrapped
 from fcdp_compile.errors import RecordingError
 from fcdp_compile.models.files.json_records import one_line
 from fcdp_compile.plan import INNER, Bucket, Lane, Placement, Plan, Schedule, Step
@@ -14,19 +13,10 @@ from fcdp_compile.plan.recording import SUFFIX, ScheduleKey, read_recordings, ti
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.tools.simulator import simulate
 from fcdp_compile.tools.view.short_names import fold_numbers, fold_params
+from fcdp_compile.tools.view.table import mib, ms, table, wrapped
 
-_BUCKET_HEADERS = (
-    "bucket",
-    "parameters",
-    "slot MiB",
-    "node MiB",
-    "full MiB",
-    "dtype",
-    "reduce dtype",
-    "frozen",
-    "strategy",
-    "tier",
-)
+_NUMBERS = ("bucket", "parameters", "slot MiB", "node MiB", "full MiB")
+_FACTS = ("dtype", "reduce dtype", "frozen", "strategy", "tier")
 
 _LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 
@@ -62,9 +52,9 @@ def _format_buckets(plan: Plan) -> str:
     rows = [_bucket_row(*pair) for pair in plan.placed]
     count = sum(len(bucket.params) for bucket in plan.buckets)
     rows.append(("total", str(count), *_sizes(*plan.buckets), "", "", "", "", ""))
-    align = ("right", "right", "right", "right", "right", *["left"] * 5)
+    align = (*["right"] * len(_NUMBERS), *["left"] * len(_FACTS))
     contents = [line for pair in plan.placed for line in _contents(*pair)]
-    return "\n".join([table(_BUCKET_HEADERS, rows, align), *contents])
+    return "\n".join([table((*_NUMBERS, *_FACTS), rows, align), *contents])
 
 
 def _contents(bucket: Bucket, placement: Placement) -> list[str]:
@@ -94,10 +84,8 @@ def _sizes(*buckets: Bucket) -> tuple[str, ...]:
 
 def _format_schedule(schedule: Schedule, title: str, times: dict[str, Timeline]) -> str:
     """Return the tables under a title; times: timelines by their name, such as "predicted"."""
-    sections = [title, _format_steps(schedule, times), _format_links(schedule)]
-    if times:
-        sections.append(_format_times(times))
-    return "\n\n".join(sections)
+    tables = (_format_steps(schedule, times), _format_links(schedule), _format_times(times))
+    return "\n\n".join([title, *tables])
 
 
 def _format_steps(schedule: Schedule, times: dict[str, Timeline]) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fcdp_compile.cli.tables.table import table
 from fcdp_compile.cluster.link_fit import Timed, worst_deviation
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, Sample
 from fcdp_compile.models.files.json_records import one_line
 from fcdp_compile.plan.cost import Link
+from fcdp_compile.tools.view.table import table
 
 _TABLE_BYTES = 16 * 10**9
 """The bytes that table III of FCDP (Park et al.) moves over each link."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.core.params.spec import Home
@@ -60,9 +60,7 @@ class Job:
     @property
     def data_profile(self) -> ClusterProfile:
         """The cluster as the ranks of one data mesh see it: ranks of "tp" share a node's card."""
-        machine = self.profile.machine
-        link = replace(machine.inter, bytes_per_s=machine.inter.bytes_per_s / self.tp)
-        return replace(self.profile, machine=replace(machine, inter=link))
+        return self.profile.with_card(self.profile.machine.inter.bytes_per_s / self.tp)
 
     @property
     def inner(self) -> str:

@@ -1,42 +1,34 @@
-"""A ranking of strategies as text, and as the JSON and CSV of `fcdp plan` and `fcdp simulate`."""
+"""A ranking of strategies, or a sweep of rankings, as text, JSON, CSV or a plot: what the commands print."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
+from fcdp_compile.errors import FcdpError
+from fcdp_compile.extras import require
 from fcdp_compile.tools.planner.job import Job
 from fcdp_compile.tools.planner.ranking import Ranking, Row
+from fcdp_compile.tools.view.table import table
 
-_HEADERS = (
-    "strategy",
-    "fits",
-    "GPU [GB]",
-    "host of a node [GB]",
-    "sent by a node [GB/step]",
-    "step [s]",
-    "compute waits [s]",
-    "samples/s",
-    "largest batch/GPU",
-)
-_ALIGN = ("left", "left", *["right"] * 7)
-
-
-def ranking_text(ranking: Ranking, job: Job) -> str:
-    """Return the rows as a table, under a line that names the job, and the recommendation."""
-    table = tabulate(
-        [_cells(row) for row in ranking.rows],
-        headers=_HEADERS,
-        colalign=_ALIGN,
-        tablefmt="simple",
-        disable_numparse=True,
-    )
-    return f"{title(job)}\n\n{table}\n\n{ranking.why}"
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "strategy": lambda row: row.strategy,
+    "fits": lambda row: "yes" if row.fits else "no",
+    "GPU [GB]": lambda row: f"{row.peak_gpu_bytes / 1e9:.2f}",
+    "host of a node [GB]": lambda row: f"{row.host_bytes_per_node / 1e9:.2f}",
+    "sent by a node [GB/step]": lambda row: f"{row.inter_bytes_per_step / 1e9:.3f}",
+    "step [s]": lambda row: f"{row.step_s:.4g}",
+    "compute waits [s]": lambda row: f"{row.exposed_s:.4g}",
+    "samples/s": lambda row: f"{row.samples_per_s:.4g}",
+    "largest batch/GPU": lambda row: (
+        "?" if row.max_batch_per_gpu is None else str(row.max_batch_per_gpu)
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,23 +39,44 @@ class Point:
     ranking: Ranking
 
 
-def sweep_text(points: Sequence[Point], of: str, job: Job) -> str:
-    """Return a table of samples per second, a column for each strategy; in parentheses if it does not fit."""
-    names = list(dict.fromkeys(row.strategy for p in points for row in p.ranking.rows))
-    rows = []
-    for point in points:
-        found = {row.strategy: row for row in point.ranking.rows}
-        cells = [_rate(found.get(name)) for name in names]
-        rows.append((point.text, *cells, point.ranking.recommended or "nothing fits"))
-    table = tabulate(
-        rows,
-        headers=(of, *names, "recommended"),
-        colalign=("right", *["right"] * len(names), "left"),
-        tablefmt="simple",
-        disable_numparse=True,
-    )
+def shown(form: str, ranking: Ranking, job: Job) -> str:
+    """Return a ranking in one of the forms "json", "csv" and "table"."""
+    if form == "json":
+        return json.dumps(ranking_record(ranking), indent=1)
+    if form == "csv":
+        return _csv([f.name for f in fields(Row)], map(_values, ranking.rows))
+    rows = [[of(row) for of in _COLUMNS.values()] for row in ranking.rows]
+    text = table(tuple(_COLUMNS), rows, ("left", "left", *["right"] * (len(_COLUMNS) - 2)))
+    return f"{title(job)}\n\n{text}\n\n{ranking.why}"
+
+
+def shown_sweep(form: str, of: str, points: Sequence[Point], job: Job) -> str:
+    """Return a sweep in one of the forms; of: what it varies.
+
+    The table has samples per second, a column for each strategy; in parentheses if it does not fit.
+    """
+    if form == "json":
+        found = [{of: p.text, **ranking_record(p.ranking)} for p in points]
+        return json.dumps({"sweep": found}, indent=1)
+    if form == "csv":
+        rows = ([p.text, *_values(row)] for p in points for row in p.ranking.rows)
+        return _csv([of, *(f.name for f in fields(Row))], rows)
+    columns = _by_strategy(points)
+    cells = [
+        (p.text, *map(_rate, rows), p.ranking.recommended or "nothing fits")
+        for p, *rows in zip(points, *columns.values(), strict=True)
+    ]
+    align = ("right", *["right"] * len(columns), "left")
+    text = table((of, *columns, "recommended"), cells, align)
     note = "samples per second; (in parentheses): does not fit"
-    return f"{title(job, without=of)}\n{note}\n\n{table}"
+    return f"{title(job, without=of)}\n{note}\n\n{text}"
+
+
+def _by_strategy(points: Sequence[Point]) -> dict[str, list[Row | None]]:
+    """The rows of each strategy at all points of a sweep; None where it was not planned."""
+    found = [{row.strategy: row for row in p.ranking.rows} for p in points]
+    names = dict.fromkeys(name for rows in found for name in rows)
+    return {name: [rows.get(name) for rows in found] for name in names}
 
 
 def _rate(row: Row | None) -> str:
@@ -73,15 +86,13 @@ def _rate(row: Row | None) -> str:
     return text if row.fits else f"({text})"
 
 
-def rows_csv(rows: Iterable[tuple[str | None, Row]], of: str) -> str:
-    """Return rows as CSV, each with the sweep's value in front if there is a sweep."""
+def _values(row: Row) -> list[Any]:
+    return list(asdict(row).values())
+
+
+def _csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     written = io.StringIO()
-    names = [f.name for f in fields(Row)]
-    writer = csv.writer(written, lineterminator="\n")
-    writer.writerow([of, *names] if of else names)
-    for value, row in rows:
-        cells = [getattr(row, name) for name in names]
-        writer.writerow([value, *cells] if of else cells)
+    csv.writer(written, lineterminator="\n").writerows([names, *rows])
     return written.getvalue().rstrip("\n")
 
 
@@ -99,22 +110,50 @@ def title(job: Job, *, without: str = "") -> str:
 
 def ranking_record(ranking: Ranking) -> dict[str, Any]:
     """Return the JSON object of a ranking."""
-    return {
-        "rows": [asdict(row) for row in ranking.rows],
-        "recommended": ranking.recommended,
-        "why": ranking.why,
-    }
+    return asdict(ranking)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    return (
-        row.strategy,
-        "yes" if row.fits else "no",
-        f"{row.peak_gpu_bytes / 1e9:.2f}",
-        f"{row.host_bytes_per_node / 1e9:.2f}",
-        f"{row.inter_bytes_per_step / 1e9:.3f}",
-        f"{row.step_s:.4g}",
-        f"{row.exposed_s:.4g}",
-        f"{row.samples_per_s:.4g}",
-        "?" if row.max_batch_per_gpu is None else str(row.max_batch_per_gpu),
-    )
+_FORMATS = (".svg", ".png")
+_LABELS = {"nodes": "nodes", "bandwidth": "bandwidth of a node's card [Gbit/s]"}
+_BITS = 8e-9  # Gbit/s per byte/s
+
+
+def check_plot(path: str) -> None:
+    """Refuse a file that cannot be drawn, before anything takes time.
+
+    Raises: FcdpError for another kind of file, a missing folder, or if matplotlib is missing.
+    """
+    file = Path(path)
+    if file.suffix not in _FORMATS:
+        raise FcdpError(f"--plot {path}: must end in {' or '.join(_FORMATS)}")
+    if not file.parent.is_dir():
+        raise FcdpError(f"--plot {path}: there is no folder {file.parent}")
+    require("matplotlib.figure", "--plot")
+
+
+def draw(
+    path: str, of: str, values: Sequence[float], points: Sequence[Point], caption: str
+) -> None:
+    """Draw a sweep to a file; the line of a strategy that does not fit everywhere is dotted.
+
+    Raises: OSError if the file cannot be written.
+    """
+    figure = require("matplotlib.figure", "--plot").Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    order = sorted(range(len(values)), key=lambda i: values[i])  # a line goes from left to right
+    at = [values[i] * _BITS if of == "bandwidth" else values[i] for i in order]
+    for name, rows in _by_strategy([points[i] for i in order]).items():
+        rates = [(x, row.samples_per_s) for x, row in zip(at, rows, strict=True) if row is not None]
+        (line,) = axes.plot(*zip(*rates, strict=True), marker="o", label=name)
+        if not all(row is None or row.fits for row in rows):
+            line.set_linestyle(":")
+            line.set_label(f"{name} (does not fit everywhere)")
+    axes.set_xscale("log", base=2 if of == "nodes" else 10)
+    axes.set_yscale("log")
+    axes.set_xticks(at, [f"{x:g}" for x in at])
+    axes.set_xlabel(_LABELS[of])
+    axes.set_ylabel("samples per second")
+    axes.set_title(caption, fontsize="small", wrap=True)
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path)

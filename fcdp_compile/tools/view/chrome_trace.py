@@ -87,24 +87,19 @@ def _named(what: str, name: str, process: int, track: int = 0) -> Event:
 
 
 def _slices(
-    schedule: Schedule,
-    time: Timeline,
-    buckets: _Placed,
-    process: int,
-    tracks: Sequence[int],
+    schedule: Schedule, time: Timeline, buckets: _Placed, process: int, tracks: Sequence[int]
 ) -> Iterator[Event]:
     for step, slot in zip(schedule.steps, time.slots, strict=True):
         if slot.end_s > slot.start_s or step.lane is not Lane.COMPUTE:
-            yield {
-                "ph": "X",
-                "name": _name(step),
-                "cat": step.kind.value,
-                "pid": process,
-                "tid": tracks[step.index],
-                "ts": slot.start_s * _MICROSECONDS,
-                "dur": (slot.end_s - slot.start_s) * _MICROSECONDS,
-                "args": _about(step, buckets),
-            }
+            about = _about(step, buckets)
+            where = {"pid": process, "tid": tracks[step.index]}
+            yield _slice(_name(step), step.kind.value, where, slot, about)
+
+
+def _slice(name: str, kind: str, where: Event, slot: Slot, about: Event) -> Event:
+    times = {"ts": slot.start_s, "dur": slot.end_s - slot.start_s}
+    in_us = {key: seconds * _MICROSECONDS for key, seconds in times.items()}
+    return {"ph": "X", "name": name, "cat": kind, **where, **in_us, "args": about}
 
 
 def _inner(schedule: Schedule, time: Timeline, process: int) -> Iterator[Event]:
@@ -118,16 +113,9 @@ def _inner(schedule: Schedule, time: Timeline, process: int) -> Iterator[Event]:
     yield {**_named("thread_sort_index", "", process, track), "args": {"sort_index": order}}
     for index, slot in time.inner.items():
         step = schedule.steps[index]
-        yield {
-            "ph": "X",
-            "name": f"in {_name(step)}",
-            "cat": INNER,
-            "pid": process,
-            "tid": track,
-            "ts": slot.start_s * _MICROSECONDS,
-            "dur": (slot.end_s - slot.start_s) * _MICROSECONDS,
-            "args": {"step": index, "bytes": step.inner_bytes},
-        }
+        about = {"step": index, "bytes": step.inner_bytes}
+        where = {"pid": process, "tid": track}
+        yield _slice(f"in {_name(step)}", INNER, where, slot, about)
 
 
 def _name(step: Step) -> str:

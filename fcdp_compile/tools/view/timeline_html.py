@@ -11,26 +11,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from importlib.resources import files
 from itertools import takewhile
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.models.files.json_records import one_line
 from fcdp_compile.plan import (
     Bucket,
-    Direction,
     Kind,
     Lane,
     Placement,
     Plan,
     Schedule,
     Step,
-    Variant,
 )
-from fcdp_compile.plan.cost import Link, Machine, Timeline
+from fcdp_compile.plan.cost import Machine, Timeline
 from fcdp_compile.plan.kinds import Flow
+from fcdp_compile.plan.recording import ScheduleKey
 from fcdp_compile.plan.whole_step import of_one_step, whole_step
 from fcdp_compile.tools.simulator import simulate
 from fcdp_compile.tools.view.short_names import fold_numbers, fold_params
@@ -39,18 +38,9 @@ from fcdp_compile.tools.view.story import moved, tell, tell_sharding
 Json = dict[str, Any]
 
 
-class ScheduleKey(NamedTuple):
-    """One schedule of several plans: the position of its plan, and the schedule within the plan."""
-
-    plan: int
-    direction: Direction
-    variant: Variant
-
-
 SCRIPTS = ("data.js", "story.js", "axis.js", "lanes.js", "memory.js", "details.js", "page.js")
 """The parts of the page's script, in their order of execution."""
 
-_NOTHING: Mapping[ScheduleKey, Timeline] = MappingProxyType({})
 _MICROSECONDS = 1e6
 
 _LANES: dict[Lane, tuple[str, str]] = {
@@ -83,11 +73,11 @@ def timeline_html(
     plans: Sequence[Plan],
     machine: Machine,
     *,
-    measured: Mapping[ScheduleKey, Timeline] = _NOTHING,
+    measured: Mapping[int, Mapping[ScheduleKey, Timeline]] | None = None,
 ) -> str:
     """The text of the page: ASCII, so that any terminal and any redirection keeps it intact.
 
-    measured: recorded times, shown beneath the predicted times of the same schedule.
+    measured: recorded times of plans, by position; shown beneath the predicted times of the same schedule.
 
     Raises: ValueError if a schedule has another number of steps than its measured times.
     """
@@ -98,12 +88,7 @@ def timeline_html(
         "graphs": [
             *_whole_step(plans, machine),
             *(
-                _graph(
-                    plan,
-                    machine,
-                    {k[1:]: t for k, t in measured.items() if k.plan == i},
-                    title=f"graph {plan.graph}",
-                )
+                _graph(plan, machine, (measured or {}).get(i, {}), title=f"graph {plan.graph}")
                 for i, plan in enumerate(plans)
                 if plan.schedules
             ),
@@ -131,10 +116,7 @@ def _escaped(data: Json) -> str:
 
 
 def _speeds(machine: Machine) -> Json:
-    def of(link: Link) -> Json:
-        return {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
-
-    links = {lane: of(getattr(machine, lane)) for lane in ("inter", "intra", "h2d", "d2h")}
+    links = {lane: asdict(getattr(machine, lane)) for lane in ("inter", "intra", "h2d", "d2h")}
     return {**links, "flops_per_s": machine.flops_per_s}
 
 
@@ -164,7 +146,7 @@ def _whole_step(plans: Sequence[Plan], machine: Machine) -> Iterator[Json]:
 def _graph(
     plan: Plan,
     machine: Machine,
-    measured: Mapping[tuple[Direction, Variant], Timeline],
+    measured: Mapping[ScheduleKey, Timeline],
     *,
     title: str,
 ) -> Json:
