@@ -82,6 +82,11 @@ class ParamSpec:
         """Elements of a home shard with its padding; the mean of all ranks if nodes own unequal parts."""
         return self.layout.slot_elements * self.layout.slots // self.layout.ranks
 
+    def taken_bytes(self, *, is_frozen: bool) -> int:
+        """Bytes of a home shard, and if it is trained, of its gradient and its optimizer's states."""
+        size = self.home_dtype.itemsize
+        return self.mean_elements * (size if is_frozen else 2 * size + STATE_BYTES)
+
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot in the home dtype, which all ranks count for a copy of their home shard."""

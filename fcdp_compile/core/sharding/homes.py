@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.core.params.inner_cut import is_declared
-from fcdp_compile.core.params.registry import STATE_BYTES, ParamSpec
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import may_leave
 from fcdp_compile.core.ranks.inner_mesh import CONTEXT, CUT, Cut, cp_of
 from fcdp_compile.errors import ArgumentError
@@ -95,11 +95,9 @@ def fills(gpu_bytes: int | None, specs: Iterable[tuple[ParamSpec, bool]]) -> boo
     gpu_bytes: of the smallest GPU; None without GPUs, where nothing is too much.  specs: each with whether
     the parameter is trainable.
     """
-    taken = 0
-    for spec, is_trained in specs:
-        size = spec.home_dtype.itemsize
-        if is_trained:
-            taken += spec.mean_elements * (2 * size + STATE_BYTES)
-        elif not may_leave(spec, is_frozen=True):
-            taken += spec.mean_elements * size
+    taken = sum(
+        spec.taken_bytes(is_frozen=not is_trained)
+        for spec, is_trained in specs
+        if not may_leave(spec, is_frozen=not is_trained)
+    )
     return gpu_bytes is not None and taken > _FULL * gpu_bytes

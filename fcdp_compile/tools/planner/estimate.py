@@ -11,20 +11,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from fcdp_compile.cluster.free_memory import HostBudget, Limit
-from fcdp_compile.core.params.registry import STATE_BYTES
-from fcdp_compile.core.params.spec import fit_strategy
+from fcdp_compile.core.params.registry import ParamSpec
+from fcdp_compile.core.params.spec import Home, fit_strategy, param_spec, with_home
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.ops import REDUCE_GRAD
+from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.passes.memory.curve import evaluate, storages
 from fcdp_compile.passes.pipeline import Graphs
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
+from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import (
     Bucket,
     Direction,
@@ -37,8 +40,8 @@ from fcdp_compile.plan import (
 )
 from fcdp_compile.plan.whole_step import whole_step
 from fcdp_compile.strategy import Cache, Strategy
+from fcdp_compile.strategy.home_nodes import home_nodes
 from fcdp_compile.tools.planner.job import Job
-from fcdp_compile.tools.planner.retarget import DEVICE, retarget, specs_of
 from fcdp_compile.tools.planner.traced import TracedGraph, TracedModel
 from fcdp_compile.tools.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 
@@ -187,7 +190,7 @@ class _Estimation:
     def _on_mesh(self, traced: TracedGraph) -> _Graph:
         sizes = [traced.sizes(n) for n in (self._job.batch, _SECOND * self._job.batch)]
         return _Graph(
-            graphs=retarget(traced, self._base.specs),
+            graphs=_retarget(traced, self._base.specs),
             outputs=traced.outputs,
             sizes=sizes,
             left_bytes=[_left_bytes(traced.forward, s) for s in sizes],
@@ -255,14 +258,11 @@ class _Estimation:
 
     def _homes_on_host_bytes(self) -> int:
         """Home shards, gradients and optimizer states of one rank that are in host memory."""
-        taken = 0
-        for key, spec in self._base.specs.items():
-            if spec.computes_on is not None:
-                size = spec.home_dtype.itemsize
-                taken += spec.mean_elements * (
-                    size if key in self._base.frozen else 2 * size + STATE_BYTES
-                )
-        return taken
+        return sum(
+            spec.taken_bytes(is_frozen=key in self._base.frozen)
+            for key, spec in self._base.specs.items()
+            if spec.computes_on is not None
+        )
 
     def _trained_elements(self, *, on_host: bool) -> int:
         """Elements of one rank's trainable home shards in one of the memories."""
@@ -341,3 +341,60 @@ def _left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int]) -> int:
     values = [n.meta.get("val") for n in outputs]
     left = storages((v for v in values if isinstance(v, Tensor)), DEVICE.type)
     return sum(evaluate(size, sizes) for s, size in left.items() if s not in inputs)
+
+
+DEVICE = torch.device("cpu")
+"""Graphs are traced with fake tensors of the CPU, for all devices."""
+
+
+def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, ParamSpec]:
+    """Return the spec of every parameter, by key.
+
+    strategy: as fitted to the mesh.
+    """
+    matrices = [p for p in traced.params if p.is_matrix and strategy.whole_matrices]
+    nodes = home_nodes([(p.shape, p.dtype.itemsize) for p in matrices], mesh.nodes)
+    homes = dict(zip([p.key for p in matrices], nodes, strict=True))
+    specs = {
+        p.key: param_spec(
+            p.key,
+            p.name,
+            shape=p.shape,
+            dtype=p.dtype,
+            strategy=strategy,
+            mesh=mesh,
+            param_dtype=p.gather_dtype,
+            is_packed=p.is_packed,
+            home_node=homes.get(p.key),
+            kept_dim=p.kept_dim,
+        )
+        for p in traced.params
+    }
+    return {
+        p.key: with_home(specs[p.key], DEVICE, is_frozen=not p.requires_grad) for p in traced.params
+    }
+
+
+def _retarget(graph: TracedGraph, specs: Mapping[str, ParamSpec]) -> Graphs:
+    """Return copies of a graph's forward and backward with the home shards and gradients of a mesh.
+
+    specs: of every parameter on the mesh, by key.
+    """
+    return {
+        Direction.FORWARD: _resized(graph.forward, specs),
+        Direction.BACKWARD: _resized(graph.backward, specs),
+    }
+
+
+def _resized(gm: GraphModule, specs: Mapping[str, ParamSpec]) -> GraphModule:
+    resized = clone(gm)
+    for node in resized.graph.find_nodes(op="call_function", target=UNSHARD):
+        shape = specs[str(node.args[1])].local_shape
+        home = node.args[0]
+        for seen in [same_values(home), home]:
+            if tuple(seen.meta["val"].shape) != shape:
+                seen.meta["val"] = seen.meta["val"].new_empty(shape)
+    for node in resized.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        for seen in [*filter(changes_nothing, node.users), node]:
+            seen.meta["val"] = node.meta["val"].new_empty(specs[str(node.args[1])].local_shape)
+    return resized

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from fcdp_compile.core.params.spec import bucket_strategy, fit_strategy
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.strategy import Strategy
-from fcdp_compile.tools.planner.estimate import Estimate, estimate
+from fcdp_compile.tools.planner.estimate import Estimate, estimate, specs_of
 from fcdp_compile.tools.planner.job import Job
-from fcdp_compile.tools.planner.retarget import specs_of
 from fcdp_compile.tools.planner.traced import TracedModel
 from fcdp_compile.tools.simulator import Collectives, Conditions
 

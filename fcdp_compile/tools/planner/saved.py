@@ -6,22 +6,16 @@ reading a pickle runs its code.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from dataclasses import asdict
+import pickle
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from fcdp_compile.models.files.aside import written_aside
-from fcdp_compile.tools.planner.traced import TracedGraph, TracedModel, TracedParam
+from fcdp_compile.tools.planner.traced import TracedGraph, TracedModel
 from fcdp_compile.torch_compat import graphs_from_bytes, graphs_to_bytes
 
 log = logging.getLogger(__name__)
-
-_DTYPES = ("dtype", "gather_dtype")
 
 
 def folder() -> Path:
@@ -33,21 +27,14 @@ def folder() -> Path:
 
 def save(traced: TracedModel, identity: str) -> None:
     """Save a trace; if the folder cannot be written, only warn: the next plan traces again."""
-    about = [
-        {k: str(v).removeprefix("torch.") if k in _DTYPES else v for k, v in asdict(p).items()}
-        for p in traced.params
-    ]
     # Separately, because graphs after a break may use one symbol for different sizes.
-    pairs = [graphs_to_bytes((g.forward, g.backward)) for g in traced.graphs]
-    described = [
-        {"outputs": g.outputs, "bytes": len(p)} for g, p in zip(traced.graphs, pairs, strict=True)
-    ]
-    header = json.dumps({"params": about, "graphs": described, "batch": traced.batch}).encode()
+    graphs = [(graphs_to_bytes((g.forward, g.backward)), g.outputs) for g in traced.graphs]
+    data = pickle.dumps((traced.params, graphs, traced.batch))
     path = _path(identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with written_aside(path) as aside:
-            aside.write_bytes(b"".join([header, b"\n", *pairs]))
+            aside.write_bytes(data)
             aside.chmod(0o600)
     except OSError as error:
         log.warning("cannot keep the trace in %s (%s); set FCDP_CACHE to a folder", path, error)
@@ -60,17 +47,19 @@ def load(identity: str) -> TracedModel | None:
         if not _is_mine(path) or not _is_mine(path.parent):
             log.warning("%s may have been written by somebody else and is not used", path)
             return None
-        header, _, data = path.read_bytes().partition(b"\n")
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         log.warning("cannot read the trace %s (%s)", path, error)
         return None
     try:
-        return _restored(json.loads(header), data)
-    except (
-        Exception
-    ) as error:  # damaged, or of another build of torch: unpickling may raise anything
+        params, pairs, batch = pickle.loads(data)
+        restored = [(*graphs_from_bytes(pair), outputs) for pair, outputs in pairs]
+        graphs = [TracedGraph(forward=f, backward=b, outputs=n) for f, b, n in restored]
+        return TracedModel(params=params, graphs=tuple(graphs), batch=batch)
+    # Damaged, or of another build of torch: unpickling may raise anything.
+    except Exception as error:
         log.warning("cannot use the trace %s (%s), so the model is traced again", path, error)
         return None
 
@@ -82,16 +71,3 @@ def _path(identity: str) -> Path:
 def _is_mine(path: Path) -> bool:
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
-
-
-def _restored(header: dict[str, Any], data: bytes) -> TracedModel:
-    params = []
-    for about in header["params"]:
-        values = {**about, "shape": tuple(about["shape"])}
-        params.append(TracedParam(**values | {k: getattr(torch, values[k]) for k in _DTYPES}))
-    graphs, start = [], 0
-    for about in header["graphs"]:
-        forward, backward = graphs_from_bytes(data[start : start + about["bytes"]])
-        graphs.append(TracedGraph(forward=forward, backward=backward, outputs=about["outputs"]))
-        start += about["bytes"]
-    return TracedModel(params=tuple(params), graphs=tuple(graphs), batch=header["batch"])

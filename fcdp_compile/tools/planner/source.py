@@ -142,32 +142,26 @@ def _build(
     batch: int,
     seq: int,
 ) -> tuple[nn.Module, Inputs]:
-    model = _made(transformers, name, config, options, seq)
-    ids = torch.zeros(batch, seq, dtype=torch.long, device="cpu")
-    return model, {"input_ids": ids, "labels": ids.clone()}
-
-
-def _made(
-    transformers: Any, name: str, config: dict[str, Any], options: ModelOptions, seq: int
-) -> nn.Module:
     made = _config(transformers, name, config)
     made.use_cache = False
     # A configuration may name the dtype of the weights on disk, which need not be the one for training.
     made.dtype = torch.float32 if options.lora is None else options.dtype
-    _allow_positions(made, seq)
+    positions = getattr(made, "max_position_embeddings", None)
+    if positions is not None and positions < seq:
+        made.max_position_embeddings = seq  # tables of positions grow with it
     model = _model(transformers, name, made, options.attention)
     if options.lora is not None:
         peft = require("peft", "--lora")
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=options.lora, target_modules="all-linear")
-        )
+        adapters = peft.LoraConfig(r=options.lora, target_modules="all-linear")
+        model = peft.get_peft_model(model, adapters)
     if options.quantise is not None:
         pack_frozen(model, PACKED_FORMATS[options.quantise])
     if options.checkpointing:
         # nn.Module's attributes are typed as tensors
         enable: Any = model.gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    ids = torch.zeros(batch, seq, dtype=torch.long, device="cpu")
+    return model, {"input_ids": ids, "labels": ids.clone()}
 
 
 def _config(transformers: Any, name: str, config: dict[str, Any]) -> Any:
@@ -242,13 +236,6 @@ def _classes_in(mapping: Any, config_type: type) -> tuple[type, ...]:
         return ()
     made = mapping[config_type]
     return made if isinstance(made, tuple) else (made,)
-
-
-def _allow_positions(config: Any, seq: int) -> None:
-    """Raise the model's number of positions to the sequence length; tables of positions grow with it."""
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions is not None and positions < seq:
-        config.max_position_embeddings = seq
 
 
 def _function(name: str) -> Any:
