@@ -69,7 +69,8 @@ def probe(request: ProbeRequest) -> ProbeOutcome:
 
 def _probe(topology: Topology, request: ProbeRequest) -> ProbeOutcome:
     is_first = topology.position.rank == 0
-    device = _device_of(topology)
+    # Without torchrun there is no mesh to tell the device type.
+    device = current_device(None if topology.ranks == 1 else topology.device_type)
     probing = Probing(topology, device)
     if refusal := _refusal(topology, request, probing.collectives):
         return ProbeOutcome(is_first=is_first, refusal=refusal)
@@ -78,11 +79,6 @@ def _probe(topology: Topology, request: ProbeRequest) -> ProbeOutcome:
     except FcdpError as error:  # the same on all ranks
         return ProbeOutcome(is_first=is_first, refusal=str(error))
     return ProbeOutcome(is_first=is_first, profile=profile_of(findings, request))
-
-
-def _device_of(topology: Topology) -> Device:
-    # Without torchrun there is no mesh to tell the device type.
-    return current_device(None if topology.ranks == 1 else topology.device_type)
 
 
 def _refusal(topology: Topology, request: ProbeRequest, collectives: Collectives) -> str:

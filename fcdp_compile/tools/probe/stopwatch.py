@@ -115,18 +115,14 @@ class Stopwatch:
         beside = start()
         began = time.perf_counter_ns()
         run()
-        self._synchronize()
+        self._device.synchronize()  # for compute, and the work that compute waits for; other work runs on
         ended = time.perf_counter_ns()
         for pending in beside:
             pending.wait()
-        self._synchronize()
+        self._device.synchronize()
         rows = self._collectives.agree([ended - began, ended - self._began_ns])
         self._now_s = rows[0][1] / 1e9
         return max(1, *(row[0] for row in rows)) / 1e9
-
-    def _synchronize(self) -> None:
-        """Wait for compute and for the work that compute waits for; other work runs on."""
-        self._device.synchronize()
 
 
 def _within(bounds: range, number: int) -> int:

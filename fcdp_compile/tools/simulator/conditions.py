@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 from fcdp_compile.errors import ArgumentError
 
@@ -73,33 +74,25 @@ def fold(conditions: Conditions, nodes: int) -> tuple[NodeClass, ...]:
 
     Raises: ValueError if the conditions name more nodes than there are.
     """
-    counts: dict[tuple[float, float], int] = {}
+    counts = Counter[tuple[float, float]]()
     for count, slowdown in conditions.stragglers:
-        _add(counts, (slowdown, 1.0), count)
+        counts[slowdown, 1.0] += count
     for count, factor in conditions.slow_links:
-        _add(counts, (1.0, factor), count)
+        counts[1.0, factor] += count
     named = sum(counts.values())
     if named > nodes:
         raise ArgumentError(
             f"the conditions are of {named} nodes, but there are {nodes}; name fewer, or simulate more"
         )
     if nodes > named:
-        _add(counts, (1.0, 1.0), nodes - named)
+        counts[1.0, 1.0] += nodes - named
     classes = [
         NodeClass(nodes=count, slowdown=slowdown, inter_factor=factor)
         for (slowdown, factor), count in counts.items()
     ]
     if not conditions.jitter:
         return tuple(classes)
-    return tuple(
-        NodeClass(nodes=1, slowdown=c.slowdown, inter_factor=c.inter_factor)
-        for c in classes
-        for _ in range(c.nodes)
-    )
-
-
-def _add(counts: dict[tuple[float, float], int], state: tuple[float, float], count: int) -> None:
-    counts[state] = counts.get(state, 0) + count
+    return tuple(replace(c, nodes=1) for c in classes for _ in range(c.nodes))
 
 
 class Jitter:

@@ -15,22 +15,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from typing import NamedTuple
+
+from fcdp_compile.plan import Lane
 
 
-class SharedLink(Enum):
-    """Links of one rank, or of the ranks at one switch, that steps of different lanes may use."""
+class LinkUse(NamedTuple):
+    """A link that a flow uses, by its lane; weight: bytes over the link for each byte of the flow.
 
-    INTRA = "intra"
-    H2D = "h2d"
-    D2H = "d2h"
+    A link is one rank's, or that of the ranks at one switch; steps of different lanes may use it.
+    """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkUse:
-    """A link that a flow uses; weight: bytes over the link for each byte of the flow."""
-
-    link: SharedLink
+    link: Lane
     weight: float
 
 
@@ -52,7 +48,7 @@ class Sharing:
     capacities: in bytes/s.
     """
 
-    def __init__(self, capacities: Mapping[SharedLink, float]) -> None:
+    def __init__(self, capacities: Mapping[Lane, float]) -> None:
         self._capacities = capacities
         self._known: dict[tuple[Demand, ...], tuple[float, ...]] = {}
 
@@ -67,7 +63,7 @@ class Sharing:
         return self._known[demands]
 
 
-def _fill(demands: Sequence[Demand], capacities: Mapping[SharedLink, float]) -> list[float]:
+def _fill(demands: Sequence[Demand], capacities: Mapping[Lane, float]) -> list[float]:
     """Return the rate of each flow in bytes/s, by [Note: fair shares]."""
     rates = [0.0] * len(demands)
     rising = list(range(len(demands)))
@@ -91,6 +87,6 @@ def _fill(demands: Sequence[Demand], capacities: Mapping[SharedLink, float]) -> 
     return rates
 
 
-def _level(link: SharedLink, rising: Sequence[Demand], left_bytes_per_s: float) -> float:
+def _level(link: Lane, rising: Sequence[Demand], left_bytes_per_s: float) -> float:
     weight = sum(use.weight for demand in rising for use in demand.uses if use.link is link)
     return left_bytes_per_s / weight if weight else math.inf

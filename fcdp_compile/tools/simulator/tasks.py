@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from fcdp_compile.plan import Kind, Lane, Schedule, Step
 from fcdp_compile.plan.cost import Link, Machine
 from fcdp_compile.tools.simulator.rings import Collectives, ring_bytes, within_rings
-from fcdp_compile.tools.simulator.sharing import Demand, LinkUse, SharedLink, Sharing
+from fcdp_compile.tools.simulator.sharing import Demand, LinkUse, Sharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +42,13 @@ class Cluster:
     @property
     def sharing(self) -> Sharing:
         """The capacities of links that ranks and lanes share."""
+        return Sharing({lane: link.bytes_per_s for lane, link in self.links.items()})
+
+    @property
+    def links(self) -> dict[Lane, Link]:
+        """The links that ranks and lanes share, by the lane that each is for."""
         machine = self.machine
-        return Sharing(
-            {
-                SharedLink.INTRA: machine.intra.bytes_per_s,
-                SharedLink.H2D: machine.h2d.bytes_per_s,
-                SharedLink.D2H: machine.d2h.bytes_per_s,
-            }
-        )
+        return {Lane.INTRA: machine.intra, Lane.H2D: machine.h2d, Lane.D2H: machine.d2h}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +64,8 @@ class Task:
     """
 
     lane: Lane
-    waits: tuple[int, ...]
     alone_s: float
+    waits: tuple[int, ...] = ()
     is_compute: bool = False
     is_joint: bool = False
     latency_s: float = 0.0
@@ -92,7 +91,7 @@ def tasks_of(
         within = within_rings(steps) if is_ring else frozenset()
         for position, step in enumerate(steps):
             if position in within:
-                task = Task(lane=step.lane, waits=(), alone_s=0.0)
+                task = Task(lane=step.lane, alone_s=0.0)
             elif is_ring and step.lane is Lane.INTER:
                 task = _ring_task(step, cluster)
             else:
@@ -109,7 +108,6 @@ def _task(step: Step, cluster: Cluster) -> Task:
     if step.lane is Lane.COMPUTE:
         return Task(
             lane=step.lane,
-            waits=(),
             alone_s=alone_s,
             is_compute=step.kind is Kind.COMPUTE,
             latency_s=work_s / 2 + machine.intra.latency_s,
@@ -119,11 +117,10 @@ def _task(step: Step, cluster: Cluster) -> Task:
         )
     if step.lane is Lane.INTER:
         sent = step.bytes * cluster.ranks_per_node
-        return Task(lane=step.lane, waits=(), alone_s=alone_s, is_joint=True, sent_bytes=sent)
-    link = {Lane.INTRA: machine.intra, Lane.H2D: machine.h2d, Lane.D2H: machine.d2h}[step.lane]
+        return Task(lane=step.lane, alone_s=alone_s, is_joint=True, sent_bytes=sent)
+    link = cluster.links[step.lane]
     return Task(
         lane=step.lane,
-        waits=(),
         alone_s=alone_s,
         latency_s=link.latency_s,
         after_s=work_s,
@@ -143,7 +140,6 @@ def _ring_task(step: Step, cluster: Cluster) -> Task:
     slower = max((machine.inter, machine.intra), key=lambda link: link.time_s(sent))
     return Task(
         lane=step.lane,
-        waits=(),
         alone_s=moving_s + (more_hops_s if sent else 0.0),
         is_joint=True,
         latency_s=slower.latency_s + more_hops_s,
@@ -154,21 +150,21 @@ def _ring_task(step: Step, cluster: Cluster) -> Task:
 
 def _demand(lane: Lane, slowest: Link, cluster: Cluster) -> Demand:
     """Return the demand of a rank's flow on shared links, at the speed of its slowest link."""
-    to_host = {Lane.H2D: SharedLink.H2D, Lane.D2H: SharedLink.D2H}
+    to_host = (Lane.H2D, Lane.D2H)
     if lane in to_host:
-        use = LinkUse(link=to_host[lane], weight=cluster.sharers)
+        use = LinkUse(lane, cluster.sharers)
         return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=(use,))
     # A card that is slower only by its latency may have more bytes/s: a weight below 1 keeps to the link's.
     weight = min(1.0, cluster.machine.intra.bytes_per_s / slowest.bytes_per_s)
-    uses = [LinkUse(link=SharedLink.INTRA, weight=weight)]
+    uses = [LinkUse(Lane.INTRA, weight)]
     if cluster.intra_over_host_link:  # up from one rank, down to the next
-        uses += [LinkUse(link=to_host[x], weight=weight * cluster.sharers) for x in to_host]
+        uses += [LinkUse(x, weight * cluster.sharers) for x in to_host]
     return Demand(peak_bytes_per_s=slowest.bytes_per_s, uses=tuple(uses))
 
 
 def _without_meetings(tasks: list[Task], cluster: Cluster) -> list[Task]:
     """Return the tasks, those whose links no other lane uses with their final times and without demand."""
-    lanes: dict[SharedLink, list[Lane]] = {}
+    lanes: dict[Lane, list[Lane]] = {}
     for task in tasks:
         for use in task.demand.uses if task.demand else ():
             lanes.setdefault(use.link, []).append(task.lane)
@@ -177,7 +173,7 @@ def _without_meetings(tasks: list[Task], cluster: Cluster) -> list[Task]:
     return [_unless_met(task, met, sharing) for task in tasks]
 
 
-def _unless_met(task: Task, met: Sequence[SharedLink], sharing: Sharing) -> Task:
+def _unless_met(task: Task, met: Sequence[Lane], sharing: Sharing) -> Task:
     if task.demand is None or any(use.link in met for use in task.demand.uses):
         return task
     (speed,) = sharing.speeds((task.demand,))
