@@ -19,7 +19,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from fcdp_compile.core.params.home_shard import REPLACED, HomeShard
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.core.params.seals.seal import refuse_capture
-from fcdp_compile.core.ranks.flat_meshes import all_ranks_of
+from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.buckets.validity import Validity
@@ -55,6 +55,8 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.parameters.record import ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
+
+H = TypeVar("H")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +98,9 @@ class OptimizerHooks:
         self._is_unsynchronised_elsewhere = False
         self._loads = OptimizerLoads(transport.collectives, records)
         self._steps = OptimizerSteps(transport.topology)
-        me = weakref.ref(self)
         for handle in (
-            register_optimizer_step_pre_hook(_hook(me, OptimizerHooks.steps)),
-            register_optimizer_step_post_hook(_hook(me, OptimizerHooks.stepped)),
+            register_optimizer_step_pre_hook(_hook(self, OptimizerHooks.steps)),
+            register_optimizer_step_post_hook(_hook(self, OptimizerHooks.stepped)),
         ):
             weakref.finalize(self, handle.remove)
 
@@ -208,12 +209,13 @@ def _unsynchronised(name: str, count: int) -> UnsynchronizedGradientError:
     )
 
 
-def _hook(
-    hooks: weakref.ref[OptimizerHooks], act: Callable[[OptimizerHooks, Optimizer], None]
-) -> Callable[[Optimizer, Any, Any], None]:
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if (live := hooks()) is not None:
-            act(live, optimizer)
+def _hook(owner: H, act: Callable[[H, Optimizer], None]) -> Callable[..., None]:
+    """A hook on optimizers that lets an owner act while the owner lives."""
+    reference = weakref.ref(owner)
+
+    def hook(optimizer: Optimizer, *args: Any) -> None:
+        if (alive := reference()) is not None:
+            act(alive, optimizer)
 
     return hook
 
@@ -260,7 +262,7 @@ class OptimizerSteps:
         if self._all_ranks is None or self._has_warned or not self._is_first:
             return
         sent = self._all_ranks.sent_bytes - self._sent_before
-        stepped = sum(p.nbytes for g in optimizer.param_groups for p in g["params"])
+        stepped = sum(p.nbytes for p in _owned_by(optimizer))
         if 10 * sent > stepped:
             self._has_warned = True
             log.warning(
@@ -296,13 +298,7 @@ class OptimizerLoads:
         if optimizer in self._known:
             return
         self._known.add(optimizer)
-        me = weakref.ref(self)
-
-        def loaded(optimizer: Optimizer) -> None:
-            if (alive := me()) is not None:
-                alive._cut(optimizer)
-
-        optimizer.register_load_state_dict_post_hook(loaded)
+        optimizer.register_load_state_dict_post_hook(_hook(self, OptimizerLoads._cut))
         self._cut(optimizer)
 
     def _cut(self, optimizer: Optimizer) -> None:
@@ -329,13 +325,9 @@ class OptimizerLoads:
 
 
 def _home_tensor(local: Tensor, like: DTensor, parameter: HomeShard) -> HomeTensor:
+    mesh, shape, stride = parameter.device_mesh, like.shape, like.stride()
     made = DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        local, mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
     adopted: HomeTensor = HomeTensor.adopt(made)
     return adopted
@@ -343,10 +335,9 @@ def _home_tensor(local: Tensor, like: DTensor, parameter: HomeShard) -> HomeTens
 
 def _states(optimizer: Optimizer) -> list[tuple[int, HomeShard, dict[str, Any]]]:
     """The states of sharded parameters: the parameter's number, the parameter, its state."""
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
     return [
         (i, p, optimizer.state[p])
-        for i, p in enumerate(owned)
+        for i, p in enumerate(_owned_by(optimizer))
         if isinstance(p, HomeShard) and p in optimizer.state
     ]
 

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
-from fcdp_compile.core.params.home_collectives import part_of
-from fcdp_compile.core.params.home_tensor import HomeTensor
+from fcdp_compile.core.params.home_collectives import everywhere, part_of
+from fcdp_compile.core.params.home_tensor import HomeTensor, as_home_tensor
 from fcdp_compile.core.params.whole_ops import is_plain
-from fcdp_compile.core.ranks.flat_meshes import all_ranks_of
+from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.torch_compat import (
     skip_frames_below,
@@ -59,8 +59,8 @@ class Sharded(HomeTensor):
         """Like DTensor's, but gradients are averaged over the ranks unless grad_placements is given."""
         if grad_placements is not None:
             return super().full_tensor(grad_placements=grad_placements)
-        everywhere = [Replicate()] * self.device_mesh.ndim
-        whole: Tensor = _Whole.apply(self.redistribute(placements=everywhere))  # type: ignore[no-untyped-call]
+        replicated = self.redistribute(placements=everywhere(self.device_mesh))
+        whole: Tensor = _Whole.apply(replicated)  # type: ignore[no-untyped-call]
         return whole
 
 
@@ -117,8 +117,7 @@ class _Whole(Function):
         every = all_ranks_of(ctx.mesh)
         assert every is not None, "home shards are on a home mesh"
         dist.all_reduce(averaged, group=every.mesh.get_group())
-        placements = [Replicate()] * ctx.mesh.ndim
-        return DTensor.from_local(averaged, ctx.mesh, placements, run_check=False)
+        return DTensor.from_local(averaged, ctx.mesh, everywhere(ctx.mesh), run_check=False)
 
 
 class _Local(Function):
@@ -144,9 +143,7 @@ class _Local(Function):
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         # Not `from_local`, which would bring a gradient in host memory to the mesh's device.
         made = DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
-        # Gradients of a compiled backward get the class that they had in the trace.
-        made.__class__ = HomeTensor
-        return made
+        return as_home_tensor(made)  # gradients of a compiled backward had this class in the trace
 
 
 def local_of(shard: HomeTensor, **options: Any) -> Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from fcdp_compile.core.params.layout import chunk_rows, rows_of_part
-from fcdp_compile.core.ranks.flat_meshes import all_ranks_of
+from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.core.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.devices import are_on_stream
 from fcdp_compile.torch_compat import NodeShard, dtensor_of, matrices_in

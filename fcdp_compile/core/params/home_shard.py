@@ -39,6 +39,7 @@ from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.strategy import Scope
 from fcdp_compile.torch_compat import (
     NodeShard,
+    dtensor_of,
     is_tracing,
     one_run_only,
     storage_id,
@@ -378,11 +379,7 @@ def as_dtensor(local: Tensor, spec: ParamSpec, mesh: DeviceMesh) -> DTensor:
     """Make a DTensor, cut as a parameter's home shards are, from this rank's part."""
     shape = torch.Size(spec.whole_shape)
     stride = torch.empty(shape, device="meta").stride()
-    # On meta: `from_local` would bring a shard in host memory to the mesh's device.
-    like = DTensor.from_local(
-        local.to("meta"), mesh, placements_of(spec), run_check=False, shape=shape, stride=stride
-    )
-    return DTensor(local, like._spec, requires_grad=False)
+    return dtensor_of(local, mesh, placements_of(spec), shape=shape, stride=stride)
 
 
 def check_cut(given: DTensor, key: str, expected: tuple[Placement, ...]) -> None:

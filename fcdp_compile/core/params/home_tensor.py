@@ -70,7 +70,7 @@ from fcdp_compile.core.params.whole_ops import (
     takes_out,
     written_by,
 )
-from fcdp_compile.core.ranks.flat_meshes import all_ranks_of
+from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.torch_compat import (
     has_rule,
@@ -105,15 +105,19 @@ class HomeTensor(DTensor):
         return value
 
     @staticmethod
+    def on_home(local: Tensor, spec: Any) -> Any:
+        """Make a HomeTensor of this rank's part.  spec: DTensor's, of a tensor on a home mesh."""
+        # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
+        return HomeTensor.adopt(DTensor.__new__(DTensor, local, spec, requires_grad=False))
+
+    @staticmethod
     def __tensor_unflatten__(
         inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
     ) -> DTensor:
         # AOTAutograd rebuilds its inputs through this and then insists on the very class it was given.
-        made: DTensor = DTensor.__tensor_unflatten__(
-            inner_tensors, flatten_spec, outer_size, outer_stride
+        return as_home_tensor(
+            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
         )
-        made.__class__ = HomeTensor
-        return made
 
     # After a graph break Dynamo would compile the Python code of ops, which it cannot trace.
     @classmethod
@@ -248,9 +252,7 @@ class HomeTensor(DTensor):
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op on sharded tensors: [Note: ways to run an op]."""
     if func is _aten.detach.default and type(late := _SLOT.__get__(args[0])) is LateTensor:
-        return HomeTensor.adopt(
-            DTensor.__new__(DTensor, late.detach(), args[0]._spec, requires_grad=False)
-        )
+        return HomeTensor.on_home(late.detach(), args[0]._spec)
     _expose(func, args, kwargs)
     if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
         return _unscale(func, *args)
@@ -299,13 +301,14 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         _mark_copies(func, source, found := _adopted(found))
     elif all(type(t) is HomeTensor for t in tensors):
         # Hooks of a compiled backward get gradients of the class that they have in the trace.
-        found = tree_map_only(DTensor, _as_home_tensor, found)
+        found = tree_map_only(DTensor, as_home_tensor, found)
     return found
 
 
-def _as_home_tensor(traced: DTensor) -> DTensor:
-    traced.__class__ = HomeTensor
-    return traced
+def as_home_tensor(dtensor: DTensor) -> DTensor:
+    """Change the class of this DTensor object to `HomeTensor`, whatever mesh it is on."""
+    dtensor.__class__ = HomeTensor
+    return dtensor
 
 
 def _reshape_in_place(func: Any, args: Any, kwargs: Any) -> Any:
@@ -468,7 +471,6 @@ def _present(tensor: DTensor) -> Tensor:
 
 def _plain(tensor: DTensor, local: Tensor | None = None) -> DTensor:
     local = _present(tensor) if local is None else local
-    # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
     return DTensor.__new__(DTensor, local, tensor._spec, requires_grad=tensor.requires_grad)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.core.params.home_collectives import has_part_of_shape, part_of
-from fcdp_compile.torch_compat import NodeShard
+from fcdp_compile.torch_compat import NodeShard, dtensor_of
 
 LocalOf = Callable[[DTensor], Tensor]
 
@@ -226,10 +226,8 @@ def _like(result: Tensor, main: Any, local_of: LocalOf) -> Tensor:
         return result
     if result.dtype == main.dtype and result.stride() == local_of(main).stride():
         return DTensor(result, main._spec, requires_grad=False)
-    return DTensor.from_local(
-        result, main.device_mesh, main.placements, run_check=False,
-        shape=main.shape, stride=main.stride(),
-    )  # fmt: skip
+    mesh, stride = main.device_mesh, main.stride()
+    return dtensor_of(result, mesh, main.placements, shape=main.shape, stride=stride)
 
 
 def communicates_never(func: Any, tensors: Sequence[DTensor]) -> bool:

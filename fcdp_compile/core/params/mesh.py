@@ -16,8 +16,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fcdp_compile.core.params.spec import Home
-from fcdp_compile.core.ranks.flat_meshes import keep_all_ranks
-from fcdp_compile.core.ranks.inner_mesh import INTER, INTRA, TP, inner_of, mesh_of_ranks
+from fcdp_compile.core.ranks.inner_mesh import (
+    INTER,
+    INTRA,
+    TP,
+    OfMeshes,
+    inner_of,
+    keep_all_ranks,
+    mesh_of_ranks,
+)
 from fcdp_compile.core.ranks.lost_ranks import RollCall, naming_lost_ranks
 from fcdp_compile.core.ranks.node_count import agreed_nodes
 from fcdp_compile.core.ranks.process_groups import (
@@ -205,32 +212,30 @@ def topology_of(mesh: DeviceMesh | None) -> Topology:
             f"mesh has dimensions {tuple(names) or 'without names'}, expected ('inter', 'intra'); "
             "make it with fcdp_compile.make_mesh()"
         )
-    if id(mesh) in _topologies:
-        return _topologies[id(mesh)]
+    if (known := _topologies.get(mesh)) is not None:
+        return known
     if len(set(_positions(mesh.mesh).values())) < mesh.mesh.numel():
         raise ArgumentError(
             f"mesh {mesh.mesh.tolist()} gives two ranks the same position, because torch sorts the ranks of "
             "a group; list the ranks of every node in the same order, or make the mesh with "
             "fcdp_compile.make_mesh()"
         )
-    _topologies[id(mesh)] = _make_topology(mesh)
-    weakref.finalize(mesh, _topologies.pop, id(mesh), None).atexit = False
-    return _topologies[id(mesh)]
+    return _topologies.keep(mesh, _make_topology(mesh))
 
 
-_topologies: dict[int, Topology] = {}
-"""The topology of each live mesh, by the mesh's id; kept because torch never frees a group."""
+_topologies = OfMeshes[Topology]()
+"""Kept because torch never frees a group."""
 
 
 def _make_topology(mesh: DeviceMesh) -> Topology:
     inter, intra = mesh.get_group(INTER), mesh.get_group(INTRA)
     inner = inner_of(mesh)
-    tp = None if inner is None else inner.tp
+    tp = inner.tp
     nodes, ranks_per_node = mesh.mesh.shape
     ranks: list[int] = mesh.mesh.flatten().tolist()
     # Flattening this mesh would save DTensor a collective, but give wrong values without an error: torch 2.13
     # then gathers uneven shards as if the rows had been cut once over all ranks, not twice.
-    if inner is None or tp is None:
+    if tp is None or inner.planes is None:
         home_mesh = DeviceMesh.from_group(
             [intra, inter], mesh.device_type, mesh=mesh.mesh.T, mesh_dim_names=(INTRA, INTER)
         )
@@ -269,7 +274,7 @@ def _make_topology(mesh: DeviceMesh) -> Topology:
         roll_call=roll_call,
         tp=tp,
         everyone=everyone,
-        inner_ranks={} if inner is None else inner.ranks,
+        inner_ranks=inner.ranks,
     )
 
 
@@ -292,13 +297,10 @@ def new_control_group(topology: Topology) -> dist.ProcessGroup | None:
     """Make another CPU group over all ranks of a mesh, which must all call this; None in a single process."""
     if topology.everyone is None:
         return None
-    return _new_group(topology, dist.get_process_group_ranks(topology.everyone), cpu_backend())
-
-
-def _new_group(topology: Topology, ranks: list[int], backend: str | None) -> dist.ProcessGroup:
     assert topology.roll_call is not None, "several processes have one"
+    ranks = dist.get_process_group_ranks(topology.everyone)
     with naming_lost_ranks(topology.control, "shard, as groups are made"):
-        group = group_of(ranks, topology.timeout, backend)
+        group = group_of(ranks, topology.timeout, cpu_backend())
     topology.roll_call.covers([group])
     return group
 

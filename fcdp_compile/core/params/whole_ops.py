@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.core.params.home_collectives import everywhere, has_part_of_shape, part_of
 from fcdp_compile.core.params.local_ops import LocalOf, flat, mapped
 from fcdp_compile.errors import FcdpError, MixedTensorsError
+from fcdp_compile.torch_compat import dtensor_of
 
 _aten = torch.ops.aten
 
@@ -154,6 +155,7 @@ def run_whole(
             )
         local_of(tensor).copy_(part_of(tensor, made))
     like, _ = next(iter(wholes.values()))
+    mesh = like.device_mesh
     originals = {id(made): tensor for tensor, made in wholes.values()}
 
     def cut(result: Any) -> Any:
@@ -166,20 +168,11 @@ def run_whole(
         if result.shape == like.shape and not all(p.is_replicate() for p in like.placements):
             part = part_of(like, result).clone(memory_format=torch.contiguous_format)
             stride = torch.empty(result.shape, device="meta").stride()
-            return _dtensor(part, like, like.placements, result.shape, stride)
-        whole = everywhere(like.device_mesh)
-        return _dtensor(result, like, whole, result.shape, result.stride())
+            return dtensor_of(part, mesh, like.placements, shape=result.shape, stride=stride)
+        shape, stride = result.shape, result.stride()
+        return dtensor_of(result, mesh, everywhere(mesh), shape=shape, stride=stride)
 
     return cut(found)
-
-
-def _dtensor(
-    local: Tensor, like: DTensor, placements: Sequence[Any], shape: torch.Size, stride: Any
-) -> DTensor:
-    # On meta: `from_local` would bring a part in host memory to the mesh's device.
-    layout: dict[str, Any] = {"run_check": False, "shape": shape, "stride": stride}
-    made = DTensor.from_local(local.to("meta"), like.device_mesh, placements, **layout)
-    return DTensor(local, made._spec, requires_grad=False)
 
 
 def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -7,19 +7,27 @@
 Ranks of one "pp" group have different stages of a model, ranks of one "cp" group the same parameters and
 different parts of the same sequences, ranks of one "tp" group the same batch and different parts of
 parameters.  Dimensions of one rank are left out, but for "inter" and "intra".
+
+    ("intra", "inter")                     the home mesh, that of the DTensors, perhaps with "tp" in front
+    ("all",)                               its ranks as one dimension: DTensor reduces once for each dimension
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from fcdp_compile.core.ranks.lost_ranks import world
+from fcdp_compile.core.ranks.process_groups import group_of
+
+V = TypeVar("V")
 
 PP, INTER, INTRA, CP, TP = "pp", "inter", "intra", "cp", "tp"
 _NAMES = (PP, INTER, INTRA, CP, TP)
@@ -45,17 +53,34 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inner:
-    """The inner dimensions of a mesh.
+    """The inner dimensions of a mesh; the default has none.
 
     cp: how many ranks share one sequence.  tp: the mesh of the ranks that share each parameter with this
     rank, or None.  planes: the ranks of this rank's stage [N, a c, t].  ranks: how many the groups of "cp"
     and "tp" have, by name of the group.
     """
 
-    cp: int
-    tp: DeviceMesh | None
-    planes: Tensor
-    ranks: Mapping[str, int]
+    cp: int = 1
+    tp: DeviceMesh | None = None
+    planes: Tensor | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)
+
+
+class OfMeshes(Generic[V]):
+    """A value for each of several meshes, for as long as the mesh lives; equal meshes are several."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, V] = {}
+
+    def get(self, mesh: DeviceMesh) -> V | None:
+        """The value that was kept for the mesh, if any."""
+        return self._values.get(id(mesh))
+
+    def keep(self, mesh: DeviceMesh, value: V) -> V:
+        """Keep a value, and return it."""
+        self._values[id(mesh)] = value
+        weakref.finalize(mesh, self._values.pop, id(mesh), None).atexit = False
+        return value
 
 
 def mesh_of_ranks(
@@ -90,23 +115,16 @@ def mesh_of_ranks(
         for i in kept
         if _NAMES[i] in (CP, TP)
     }
-    _keep(_data_meshes, mesh, data)
+    _data_meshes.keep(mesh, data)
     for made in (mesh, data):
-        _keep(_inner, made, Inner(cp=ranks.shape[3], tp=tp, planes=planes[stage], ranks=sizes))
+        _inner.keep(made, Inner(cp=ranks.shape[3], tp=tp, planes=planes[stage], ranks=sizes))
     return mesh, inter
 
 
-V = TypeVar("V")
-_data_meshes: dict[int, DeviceMesh] = {}
-"""The data mesh of each live mesh with more dimensions, by that mesh's id."""
-_inner: dict[int, Inner] = {}
-"""The inner dimensions of each such mesh, by its id and by its data mesh's."""
-
-
-def _keep(values: dict[int, V], mesh: DeviceMesh, value: V) -> None:
-    """Keep a value for as long as the mesh lives."""
-    values[id(mesh)] = value
-    weakref.finalize(mesh, values.pop, id(mesh), None).atexit = False
+_data_meshes = OfMeshes[DeviceMesh]()
+"""The data meshes of meshes with more dimensions."""
+_inner = OfMeshes[Inner]()
+"""The inner dimensions of such meshes, and of their data meshes."""
 
 
 def _group_along(ranks: Tensor, dim: int, timeout: timedelta | None) -> dist.ProcessGroup:
@@ -117,20 +135,19 @@ def _group_along(ranks: Tensor, dim: int, timeout: timedelta | None) -> dist.Pro
     return group
 
 
-def inner_of(mesh: DeviceMesh | None) -> Inner | None:
-    """The inner dimensions of a mesh that `make_mesh` made, or of its data mesh; None for a plain one."""
-    return None if mesh is None else _inner.get(id(mesh))
+def inner_of(mesh: DeviceMesh | None) -> Inner:
+    """The inner dimensions of a mesh that `make_mesh` made, or of its data mesh; none for a plain one."""
+    return (None if mesh is None else _inner.get(mesh)) or Inner()
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The ("inter", "intra") mesh of a mesh with more dimensions; any other mesh as it is."""
-    return _data_meshes.get(id(mesh), mesh)
+    return _data_meshes.get(mesh) or mesh
 
 
 def cp_of(mesh: DeviceMesh | None) -> int:
     """How many ranks share one sequence; 1 for a mesh without "cp"."""
-    inner = inner_of(mesh)
-    return 1 if inner is None else inner.cp
+    return inner_of(mesh).cp
 
 
 def tp_of(mesh: DeviceMesh | None) -> int:
@@ -140,5 +157,45 @@ def tp_of(mesh: DeviceMesh | None) -> int:
 
 def tp_mesh_of(mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The mesh of the ranks that share each parameter with this rank; None for a mesh without "tp"."""
-    inner = inner_of(mesh)
-    return None if inner is None else inner.tp
+    return inner_of(mesh).tp
+
+
+@dataclass(slots=True, kw_only=True)
+class AllRanks:
+    """Meshes of one dimension, for reductions of DTensors on a home mesh.
+
+    mesh: over all ranks.  data: over those with this rank's place in "tp".
+    sent_bytes: how much each node has sent to others for ops of DTensors.  The Python thread communicates in
+    the mesh's group (`core.params.mesh` [Note: groups of our own]).
+    """
+
+    mesh: DeviceMesh
+    data: DeviceMesh
+    sent_bytes: int = 0
+
+
+_all_ranks = OfMeshes[AllRanks]()
+
+
+def all_ranks_of(home_mesh: DeviceMesh) -> AllRanks | None:
+    """All ranks of a home mesh; None for any other mesh."""
+    return _all_ranks.get(home_mesh)
+
+
+def keep_all_ranks(
+    home_mesh: DeviceMesh, data: list[int], intra: dist.ProcessGroup, timeout: timedelta | None
+) -> list[dist.ProcessGroup]:
+    """Make the flat meshes of a home mesh.  data: the ranks of this rank's data mesh."""
+    ranks = sorted(home_mesh.mesh.flatten().tolist())
+    groups = [
+        world()
+        if len(some) == dist.get_world_size()
+        else group_of(some, timeout, dist.get_backend(intra))
+        for some in ([ranks] if len(data) == len(ranks) else [ranks, sorted(data)])
+    ]
+    flat = [
+        DeviceMesh.from_group(group, home_mesh.device_type, mesh_dim_names=("all",))
+        for group in groups
+    ]
+    _all_ranks.keep(home_mesh, AllRanks(mesh=flat[0], data=flat[-1]))
+    return groups

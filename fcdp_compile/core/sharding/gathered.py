@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -156,8 +157,7 @@ class _Gathered:
         return [module._parameters.get(name) for module, name in self.places]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Left:
+class _Left(NamedTuple):
     """The values of one parameter at the end of the block, and their fingerprint."""
 
     values: Tensor
@@ -215,16 +215,11 @@ class _Block:
 
     def finish(self, found: list[list[Tensor | None]]) -> None:
         """Compare the values at the end of the block with the other ranks', and write changed values back."""
+        group = self._state.topology.everyone
         left: list[_Left] = []
-
-        def look() -> None:
-            for was, now in zip(self._inside, found, strict=True):
-                left.append(_left(was, now))
-
-        together(self._state.topology.everyone, look)
+        together(group, lambda: left.extend(map(_left, self._inside, found)))
         changed = [one.mark != was.mark for one, was in zip(left, self._inside, strict=True)]
         words = [one.mark for one in left] + [int(c) for c in changed]
-        group = self._state.topology.everyone
         rows = self._state.collectives.agree(words, group=group) if left else []
         changed = [any(row[len(left) + i] for row in rows) for i in range(len(left))]
         for i, was in enumerate(self._inside):

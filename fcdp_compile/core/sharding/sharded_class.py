@@ -97,11 +97,6 @@ def _saving(inner: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
-def _in_group(state: ModuleState, name: str, part: Tensor) -> Tensor:
-    """A gathered parameter as the module computes with it: a DTensor if ranks of "tp" have parts of it."""
-    return state.inner[name].of(part) if name in state.inner else part
-
-
 def _gathering_property(name: str) -> property:
     """The attribute of a sharded parameter.
 
@@ -143,7 +138,9 @@ def _gathering_property(name: str) -> property:
         else:
             own: Any = self
             full = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))
-        return full if is_local else _in_group(state, name, full)
+        if is_local or name not in state.inner:
+            return full
+        return state.inner[name].of(full)  # a DTensor: ranks of "tp" have parts of it
 
     def put(self: nn.Module, value: Any) -> NoReturn:
         # Reached once the parameter is gone: before, nn.Module's own assignment replaces parameters.
@@ -239,9 +236,8 @@ def _requiring_grad(module: nn.Module, result: Any) -> Any:
         return result
     if not (isinstance(result, Tensor) and result.is_floating_point()) or result.requires_grad:
         return result
-    asks: Any = (
-        module._fcdp_only_asks_for_gradients
-    )  # nn.Module's attributes are typed as tensors and modules
+    # nn.Module's attributes are typed as tensors and modules.
+    asks: Any = module._fcdp_only_asks_for_gradients
     return REQUIRE_GRAD(result, _state(module).gate.anchor) if asks() else result
 
 
