@@ -85,10 +85,7 @@ class Combined(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step each optimizer."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss
@@ -112,6 +109,14 @@ class Combined(Optimizer):
         self.param_groups = groups
         if states is not None:
             self.state.replace(states)
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a step's closure computes, with its gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def _is_in_all(name: str, optimizers: Sequence[Optimizer]) -> bool:

@@ -28,6 +28,7 @@ from fcdp_compile.core.params.layout import ParamLayout, chunk_rows
 from fcdp_compile.core.params.packing import rows_back, rows_first
 from fcdp_compile.core.params.registry import owner_of
 from fcdp_compile.errors import ArgumentError
+from fcdp_compile.optimizers.combine import loss_of
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.model import ShardedModel
@@ -71,10 +72,7 @@ class Muon(TorchMuon):
         Raises: PlanMismatchError on every rank if ranks step different matrices; ValueError for sparse
         gradients.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         stepped: dict[Collectives | None, list[_Matrix]] = {}
         for group in self.param_groups:
             for p in group["params"]:
@@ -273,8 +271,9 @@ class Exchange:
             order = sorted(costs, key=lambda i: -costs[i])
             owners = balanced([(costs[i],) for i in order], collectives.ranks_per_node)
             self._owners = dict(zip(order, owners, strict=True))
-        me = None if collectives is None else collectives.place
-        self.mine = [i for i in range(len(layouts)) if self._owners.get(i, me) == me]
+        self._places = 1 if collectives is None else collectives.ranks_per_node
+        self._me = 0 if collectives is None else collectives.place
+        self.mine = [i for i in range(len(layouts)) if self._owners.get(i, self._me) == self._me]
 
     def gather(self, rows: Sequence[Tensor]) -> list[Tensor]:
         """This rank's rows of all matrices -> the whole matrices of `mine`."""
@@ -288,7 +287,7 @@ class Exchange:
             rows[0],
         )
         wholes = {
-            i: self._assembled(i, [arrived[place][n] for place in places])
+            i: self._rows(i, torch.cat([arrived[place][n] for place in places]))
             for n, i in enumerate(self._of(self._me))
         }
         return [wholes.get(i, rows[i]) for i in self.mine]
@@ -310,16 +309,6 @@ class Exchange:
                 done[i] = self._rows(i, arrived[place][n])
         return [done[i] for i in sorted(done)]
 
-    @property
-    def _places(self) -> int:
-        assert self._collectives is not None
-        return self._collectives.ranks_per_node
-
-    @property
-    def _me(self) -> int:
-        assert self._collectives is not None
-        return self._collectives.place
-
     def _of(self, place: int) -> list[int]:
         """The numbers of the cut matrices that the rank at this place works on."""
         return [i for i in self._cut if self._owners[i] == place]
@@ -329,11 +318,6 @@ class Exchange:
         assert layout.dim is not None
         rows = chunk_rows(layout.shape[layout.dim], layout.ranks_per_node)[place]
         return rows * layout.row_elements
-
-    def _assembled(self, i: int, parts: Sequence[Tensor]) -> Tensor:
-        layout = self._cut[i]
-        assert layout.dim is not None
-        return rows_back(torch.cat(list(parts)), layout, layout.shape[layout.dim])
 
     def _parts(self, i: int, whole: Tensor) -> Sequence[Tensor]:
         layout = self._cut[i]

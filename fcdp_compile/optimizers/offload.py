@@ -16,9 +16,7 @@ from fcdp_compile.core.params.home_shard import key_of
 from fcdp_compile.core.params.registry import owner_of
 from fcdp_compile.core.sharding.folder_argument import refuse_nameless
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.optimizers.combine import Combined
-from fcdp_compile.optimizers.device_steps import DeviceSteps, stepping
-from fcdp_compile.optimizers.host_steps import HostSteps
+from fcdp_compile.optimizers.combine import Combined, loss_of
 from fcdp_compile.optimizers.states import (
     KindsOfStates,
     StateBucket,
@@ -26,6 +24,7 @@ from fcdp_compile.optimizers.states import (
     StateMemory,
     unhooked_step,
 )
+from fcdp_compile.optimizers.steps import DeviceSteps, HostSteps, stepping
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.model import ShardedModel
@@ -117,9 +116,8 @@ class Offloaded(Combined):
             )
         self._bucket_bytes = bucket_bytes
         self._folder = folder
-        self._steps: DeviceSteps | HostSteps | None = None
         self.buckets: list[StateBucket] = []
-        super().__init__([optimizer])
+        self.optimizers = (optimizer,)
         model = self._model()
         if model is None:
             raise ArgumentError(
@@ -136,6 +134,7 @@ class Offloaded(Combined):
         if folder is not None:  # copies from and to files block their caller
             lanes = Lanes(model.device, is_blocking=True)
         self._steps = steps(model.device, lanes, model.counters)
+        super().__init__(self.optimizers)
         self._memory = StateMemory(f"the states of {type(optimizer).__name__}", model, folder)
         weakref.finalize(self, self._memory.end)
         self._plan(model)
@@ -148,27 +147,21 @@ class Offloaded(Combined):
 
     def settle(self) -> None:
         """Wait until the states on the host are complete, before something reads them."""
-        if self._steps is not None:
-            self._steps.settle()
+        self._steps.settle()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters, as the optimizer does; all ranks must call it."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         if self._unplanned():
             model = self._model()
             assert model is not None, "its parameters are alive"
             self._plan(model)
-        assert self._steps is not None, "it is built"
         with self._steps.choosing(self.inner):
             Optimizer.profile_hook_step(self._step_all)(self.inner)
         return loss
 
     def _step_all(self, optimizer: Optimizer) -> None:
         """Step the buckets, and the parameters that are in none."""
-        assert self._steps is not None, "it is built"
         with torch.no_grad():
             active = [b for b in self.buckets if any(p.grad is not None for p in b.parameters)]
             self._steps.step(optimizer, active)
@@ -250,15 +243,13 @@ class Offloaded(Combined):
         """Make buckets for parameters that have none; all ranks must call it."""
         new = self._unplanned()
         name = type(self.inner).__name__
-        steps = self._steps
-        assert steps is not None, "it is built"
-        kinds_of = KindsOfStates(self.inner, steps.steps_at)
-        kinds = [steps.kept(kinds_of.of(p, group), p) for p, group in new]
+        kinds_of = KindsOfStates(self.inner, self._steps.steps_at)
+        kinds = [self._steps.kept(kinds_of.of(p, group), p) for p, group in new]
         facts = [f"{key_of(p)} {dict(k)}" for (p, _), k in zip(new, kinds, strict=True)]
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
         how = f"{'host memory' if self._folder is None else 'files'}, {self._bucket_bytes} bytes a bucket"
-        act = f"offloads the states of {name} for {len(new)} parameters to {steps.told} ({how}, {digest})"
-        same_act(model.collectives, act)
+        act = f"offloads the states of {name} for {len(new)} parameters to {self._steps.told}"
+        same_act(model.collectives, f"{act} ({how}, {digest})")
         buckets = self._grouped(model, [p for p, _ in new], kinds)
         self._memory.take(buckets, model)
         self.buckets += buckets
@@ -270,7 +261,6 @@ class Offloaded(Combined):
     ) -> list[StateBucket]:
         """Buckets of parameters in their order, the same on all ranks."""
         groups: list[list[int]] = []
-        full = True
         size = 0
         for i, (p, of_one) in enumerate(zip(parameters, kinds, strict=True)):
             key = key_of(p)
@@ -278,21 +268,19 @@ class Offloaded(Combined):
             x = model.spec(key).layout
             elements = x.slot_elements * x.slots_per_node_shard // x.nodes
             own = elements * sum(dtype.itemsize for dtype in of_one.values())
-            if full or size + own > self._bucket_bytes:
+            if not groups or size + own > self._bucket_bytes:
                 groups.append([])
-                full, size = False, 0
+                size = 0
             groups[-1].append(i)
             size += own
-        first = len(self.buckets)
-        assert self._steps is not None, "it is built"
         return [
             StateBucket(
-                first + n,
-                [parameters[i] for i in members],
-                [kinds[i] for i in members],
+                number,
+                [parameters[i] for i in group],
+                [kinds[i] for i in group],
                 self._steps.steps_at,
             )
-            for n, members in enumerate(groups)
+            for number, group in enumerate(groups, len(self.buckets))
         ]
 
 

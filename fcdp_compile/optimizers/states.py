@@ -219,9 +219,7 @@ class StateBucket:
         if not isinstance(value, DTensor) or value.device.type == self._device.type:
             return value
         there = torch.empty(state.place.shape, dtype=value.dtype, device=self._device)
-        made: Tensor = HomeTensor.adopt(
-            DTensor.__new__(DTensor, there, value._spec, requires_grad=False)
-        )
+        made: Tensor = HomeTensor.on_home(there, value._spec)
         return made
 
     def load(self, states: States, lanes: Lanes, counters: Counters) -> Pending | None:
@@ -334,13 +332,11 @@ class StateMemory:
             booked = self._host.book(
                 self._what, size, model.collectives, self._pool, is_pinned=model.device.registers
             )
-        made: list[Tensor] = []
+        made: list[Tensor] = []  # also by a rank that fails
         try:
+            doing = f"the memory for {self._what}"
             together(
-                model.topology.control,
-                lambda: made.extend(map(self._slab, buckets)),
-                FcdpError,
-                f"the memory for {self._what}",
+                model.topology.control, lambda: made.extend(map(self._slab, buckets)), doing=doing
             )
         except FcdpError:
             self._host.unplanned_bytes -= booked
