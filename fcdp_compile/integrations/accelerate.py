@@ -28,15 +28,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fcdp_compile.core.params.home_shard import REPLACED
 from fcdp_compile.core.params.mesh import make_mesh, process_count
 from fcdp_compile.core.ranks.inner_mesh import PP, cp_of, tp_of
 from fcdp_compile.core.sharding.no_sync import no_sync
 from fcdp_compile.core.sharding.shard import is_sharded, mesh_of, model_of, shard, state_of
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.integrations.companions import frozen, refuse_shared_parameters, unfreeze
 from fcdp_compile.integrations.generation import generate_together
 from fcdp_compile.integrations.optimizer_params import sharded_within
-from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
+from fcdp_compile.integrations.options import FcdpOptions, refuse_shared
 from fcdp_compile.models.checkpointing.loading import load
 from fcdp_compile.models.checkpointing.saving import save
 from fcdp_compile.models.parallel.context import context_parallel
@@ -120,12 +120,12 @@ class Accelerator(accelerate.Accelerator):
         root = model_of(model)
         is_new = root not in self._prepared
         if not is_sharded(root):
-            refuse_shared_parameters(root)
+            _refuse_shared_parameters(root)
             options = self.fcdp.of_companions() if evaluation_mode else self.fcdp
             if not is_cut(root):
                 tensor_parallel(root, self.mesh)
             context_parallel(root, self.mesh)
-            with frozen(root) if evaluation_mode else nullcontext():
+            with _frozen(root) if evaluation_mode else nullcontext():
                 shard(root, self.mesh, **options.shard_arguments())
             _sharded_with[root] = self.fcdp.sharding()
         elif is_new:
@@ -133,7 +133,7 @@ class Accelerator(accelerate.Accelerator):
                 self.fcdp.check_sharded_before(mesh_of(root))
             self.share_mesh_of(root)
         if not evaluation_mode:
-            unfreeze(root)
+            _unfreeze(root)
         if is_new:
             _forget_autocast(root)  # of an Accelerator that had it earlier
         before = vars(root).get("forward")
@@ -205,13 +205,8 @@ class Accelerator(accelerate.Accelerator):
     def _compile(self, model: nn.Module) -> None:
         # In place: Trainers also call the bare model (TRL for log probabilities without an adapter), and test
         # a model for truth, which the wrapper of torch.compile refuses.
-        model.compile(
-            backend=BACKEND,
-            mode=self._mode,
-            dynamic=self.fcdp.dynamic,
-            options=dict(self.fcdp.options) or None,
-            **own_recompiles(_RECOMPILES),
-        )
+        how = self.fcdp.compile_arguments()
+        model.compile(mode=self._mode, **how, **own_recompiles(_RECOMPILES))
         generate_together(model, self.fcdp.generate)
 
     # --- steps --------------------------------------------------------------------------------------------
@@ -348,6 +343,43 @@ class _Prepared(weakref.WeakSet[nn.Module]):
 
 _sharded_with: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]] = weakref.WeakKeyDictionary()
 """The options of the models that an Accelerator has sharded: another one may have the same options."""
+
+_trained_before: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+"""The names of the parameters that were trained in models that an Accelerator has frozen."""
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Freeze a model that is sharded within the block; another model may share its parameters until then."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    model.requires_grad_(False)
+    try:
+        yield
+        _trained_before[model] = list(trained)
+    finally:
+        for parameter in trained.values():
+            parameter.requires_grad_(True)
+
+
+def _unfreeze(model: nn.Module) -> None:
+    """Take back what `_frozen` has done, because the model is trained after all."""
+    for name in _trained_before.pop(model, ()):
+        model.get_parameter(name).requires_grad_(True)
+
+
+def _refuse_shared_parameters(model: nn.Module) -> None:
+    """Refuse parameters that are trained and shared with a sharded model, which would not see the steps.
+
+    Raises: ArgumentError.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (other := getattr(parameter, REPLACED, None)) is not None:
+            raise ArgumentError(
+                f"parameter {name!r} is trained, and is also {other!r} of a model that has been sharded, "
+                "such as a reference; sharded models share no parameters: give the other model a copy, "
+                "or freeze the parameter"
+            )
+
 
 _AUTOCAST = "_fcdp_autocast"
 """The attribute with the forward that Accelerate has set for autocast, and with the one before, or None."""

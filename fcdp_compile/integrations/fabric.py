@@ -35,7 +35,7 @@ from fcdp_compile.core.sharding.no_sync import no_sync
 from fcdp_compile.core.sharding.shard import is_sharded, mesh_of, shard
 from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.integrations.optimizer_params import sharded_within
-from fcdp_compile.integrations.options import BACKEND, FcdpOptions, refuse_shared
+from fcdp_compile.integrations.options import FcdpOptions, refuse_shared
 from fcdp_compile.models.checkpointing.loading import load
 from fcdp_compile.models.checkpointing.saving import save
 
@@ -91,8 +91,7 @@ class FcdpStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         """Shard the model in place, if its owner has not done so, and return it compiled."""
-        options: dict[str, Any] = {"backend": BACKEND, "dynamic": self.fcdp.dynamic}
-        options["options"] = dict(self.fcdp.options) or None
+        options = self.fcdp.compile_arguments()
         # Fabric notes the options of torch.compile there, and would compile what this method returns again.
         if vars(module).get("_compile_kwargs", options) != options:
             raise ArgumentError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -28,43 +29,33 @@ def sharded_within(optimizers: Sequence[Optimizer], *models: nn.Module) -> Itera
     Raises: ArgumentError on entering, for an optimizer that has states of parameters to be replaced.
     """
     roots = [model_of(m) for m in models if not is_sharded(m)]
-    before = {root: dict(root.named_parameters()) for root in roots}
+    before = [(root, name, p) for root in roots for name, p in root.named_parameters()]
     for optimizer in optimizers:
-        for parameters in before.values():
-            _check_without_state(optimizer, parameters)
+        for _, name, parameter in before:
+            if optimizer.state.get(parameter):
+                raise ArgumentError(
+                    f"{type(optimizer).__name__} has a state of parameter {name!r}, which sharding replaces, "
+                    "so the state would be lost; build the optimizer from the parameters of the sharded "
+                    "model, and load its state afterwards"
+                )
     yield
-    for optimizer in optimizers:
-        for root, parameters in before.items():
-            _hold_sharded(optimizer, root, parameters)
+    now = {root: dict(root.named_parameters()) for root in roots}
+    sharded = {id(p): now[root].get(name) for root, name, p in before}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        _hold_sharded(group, sharded)
 
 
-def _check_without_state(optimizer: Optimizer, before: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in before.items():
-        if optimizer.state.get(parameter):
-            raise ArgumentError(
-                f"{type(optimizer).__name__} has a state of parameter {name!r}, which sharding replaces, so "
-                "the state would be lost; build the optimizer from the parameters of the sharded model, and "
-                "load its state afterwards"
-            )
+def _hold_sharded(group: dict[str, Any], sharded: Mapping[int, nn.Parameter | None]) -> None:
+    """Replace the parameters in an optimizer's group by the sharded ones.
 
+    The group, its order and its options stay, and so do parameters of other models.  A quantised weight
+    leaves the group: it is frozen, and `shard` has made several tensors of it.
 
-def _hold_sharded(
-    optimizer: Optimizer, model: nn.Module, before: Mapping[str, nn.Parameter]
-) -> None:
-    """Replace the parameters in an optimizer's groups by the sharded ones.
-
-    The groups, their order and their options stay, and so do parameters of other models.  A quantised weight
-    leaves its group: it is frozen, and `shard` has made several tensors of it.
-
-    optimizer: torch's own, without a wrapper.
-    before: the model's parameters by name, from before `shard`.
+    sharded: by the ids of the parameters from before `shard`.
     """
-    now = dict(model.named_parameters())
-    sharded = {id(p): now.get(name) for name, p in before.items()}
-    for group in optimizer.param_groups:
-        held = [(at, sharded.get(id(p), p)) for at, p in enumerate(group["params"])]
-        kept = [(at, p) for at, p in held if p is not None]
-        if "param_names" in group:
-            group["param_names"] = [group["param_names"][at] for at, _ in kept]
-        # In place, because some optimizers, such as LBFGS, keep the list.
-        group["params"][:] = [p for _, p in kept]
+    held = [(at, sharded.get(id(p), p)) for at, p in enumerate(group["params"])]
+    kept = [(at, p) for at, p in held if p is not None]
+    if "param_names" in group:
+        group["param_names"] = [group["param_names"][at] for at, _ in kept]
+    # In place, because some optimizers, such as LBFGS, keep the list.
+    group["params"][:] = [p for _, p in kept]

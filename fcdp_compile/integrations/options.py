@@ -18,6 +18,9 @@ from fcdp_compile.strategy import Strategy
 BACKEND = "fcdp"
 """The backend's name for `torch.compile`."""
 
+_OF_SHARD = ("strategy", "param_dtype", "reduce_dtype", "gradient_on", "module_strategies")
+"""The options that are arguments of `fcdp_compile.shard`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FcdpOptions:
@@ -73,9 +76,8 @@ class FcdpOptions:
         """
         if config is None:
             return self
-        of_cp = (
-            "cp_size" if config.cp_size > 1 else "sp_size"
-        )  # Accelerate lets one of them be more than 1
+        # Accelerate lets one of them be more than 1.
+        of_cp = "cp_size" if config.cp_size > 1 else "sp_size"
         sizes = {}
         for mine, theirs in (("cp", of_cp), ("tp", "tp_size")):
             size, own = getattr(config, theirs), getattr(self, mine)
@@ -109,16 +111,12 @@ class FcdpOptions:
 
     def shard_arguments(self) -> dict[str, Any]:
         """The arguments of `fcdp_compile.shard` after the mesh."""
-        return {
-            name: getattr(self, name)
-            for name in (
-                "strategy",
-                "param_dtype",
-                "reduce_dtype",
-                "gradient_on",
-                "module_strategies",
-            )
-        }
+        return {name: getattr(self, name) for name in _OF_SHARD}
+
+    def compile_arguments(self) -> dict[str, Any]:
+        """The arguments of `torch.compile`, but the model."""
+        options = dict(self.options) or None
+        return {"backend": BACKEND, "dynamic": self.dynamic, "options": options}
 
     def sharding(self) -> dict[str, Any]:
         """The options that come too late for a sharded model, by name."""

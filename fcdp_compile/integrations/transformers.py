@@ -39,7 +39,7 @@ from fcdp_compile.integrations.optimizer_params import sharded_within
 from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
-from fcdp_compile.tools.report import ExposedWait, explain, exposed_wait, traffic
+from fcdp_compile.tools.report import ExposedWait, explain, exposed_wait, first_of, traffic
 from fcdp_compile.torch_compat import graph_breaks
 
 __all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]
@@ -255,26 +255,14 @@ class _StepWatch(TrainerCallback):
         self._is_new = True
         self.figures = {}
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._measuring.close()  # of a step that has failed
         step = state.global_step + 1
         # The same on all ranks, as the Trainer's own decision to log.
         if step == 1 or (state.logging_steps and step % state.logging_steps == 0):
             self._wait = self._measuring.enter_context(exposed_wait(kwargs["model"]))
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         model: nn.Module = kwargs["model"]
         self._measuring.close()
         wait, self._wait = self._wait, None
@@ -286,8 +274,7 @@ class _StepWatch(TrainerCallback):
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._report(kwargs["model"])
 
-    def on_predict(self, *args: Any, **kwargs: Any) -> None:
-        self._report(kwargs["model"])
+    on_predict = on_evaluate
 
     def _report(self, model: nn.Module) -> None:
         if not self._is_new:
@@ -312,11 +299,9 @@ def what_was_not_compiled(model: nn.Module, breaks_before: Counter[str]) -> str 
     breaks = Counter(dict(found.graph_breaks)) - breaks_before
     parts = []
     if found.uncovered:
-        shown = ", ".join(found.uncovered[:5])
-        more = f" and {len(found.uncovered) - 5} more" if len(found.uncovered) > 5 else ""
         parts.append(
             f"parameters in no compiled graph, which cross between nodes each time they are used: "
-            f"{shown}{more}"
+            f"{first_of(found.uncovered)}"
         )
     if breaks:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in breaks.most_common())

@@ -186,6 +186,12 @@ def _moved(sent: dict[str, int]) -> Moved:
     return Moved(rows=tuple((*_KINDS[name][:2], sent.get(name, 0)) for name in _KINDS))
 
 
+def first_of(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
 _OWN = sharded_class.__file__  # its forwards call the model's, and so break where these do
 _LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 _SHOWN = 5
@@ -254,11 +260,8 @@ class Explanation:
     def _uncovered(self) -> str:
         if not self.uncovered:
             return "every parameter is in a compiled graph"
-        shown = ", ".join(self.uncovered[:_SHOWN])
-        more = f" and {len(self.uncovered) - _SHOWN} more" if len(self.uncovered) > _SHOWN else ""
-        return (
-            f"in no compiled graph, so gathered without the cache if they are used: {shown}{more}"
-        )
+        names = first_of(self.uncovered)
+        return f"in no compiled graph, so gathered without the cache if they are used: {names}"
 
     def _breaks(self) -> str:
         if not self.graph_breaks:

@@ -36,15 +36,7 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
     if mesh is None or ranks == 1:
         return model
     modeling = require("transformers.modeling_utils", "context_parallel")
-    if is_sharded(model):
-        raise ArgumentError(
-            "context_parallel got a sharded model; call it before fcdp_compile.shard"
-        )
-    base = next((m for m in model.modules() if isinstance(m, modeling.PreTrainedModel)), None)
-    if base is None:
-        raise ArgumentError(
-            f"context_parallel takes a model of Transformers, or one around it, not {type(model).__name__}"
-        )
+    base = transformers_base(model, "context_parallel")
     if base.config._attn_implementation == _NAME:
         raise ArgumentError(
             "context_parallel got a model, or its config, a second time; call it once"
@@ -65,6 +57,24 @@ def context_parallel(model: M, mesh: DeviceMesh | None) -> M:
     if callable(getattr(base, "generate", None)):
         vars(base)["generate"] = MethodType(generate_whole, base)
     return model
+
+
+def transformers_base(model: nn.Module, what: str, otherwise: str = "") -> Any:
+    """The model of Transformers in a model that is not sharded yet.
+
+    what: the function that needs it.  otherwise: what to do with other models, the end of a sentence.
+
+    Raises: ArgumentError.
+    """
+    modeling = require("transformers.modeling_utils", what)
+    if is_sharded(model):
+        raise ArgumentError(f"{what} got a sharded model; call it before fcdp_compile.shard")
+    for module in model.modules():
+        if isinstance(module, modeling.PreTrainedModel):
+            return module
+    raise ArgumentError(
+        f"{what} takes a model of Transformers, or one around it, not {type(model).__name__}{otherwise}"
+    )
 
 
 def generate_whole(base: Any, *args: Any, **kwargs: Any) -> Any:

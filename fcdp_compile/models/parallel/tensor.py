@@ -22,9 +22,9 @@ from torch.nn.functional import linear
 
 from fcdp_compile.core.params.inner_cut import InnerCut, InnerTensor, declare_part, is_declared
 from fcdp_compile.core.ranks.inner_mesh import CUT, TP, Cut, tp_mesh_of
-from fcdp_compile.core.sharding.shard import is_sharded
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
+from fcdp_compile.models.parallel.context import transformers_base
 from fcdp_compile.models.quantised.formats import FORMATS
 
 M = TypeVar("M", bound=nn.Module)
@@ -48,18 +48,9 @@ def tensor_parallel(model: M, mesh: DeviceMesh | None, *, experts: bool = False)
     if mesh is None or tp_mesh_of(mesh) is None:
         return model
     tp = mesh[TP]
-    modeling = require("transformers.modeling_utils", "tensor_parallel")
     tensors = require("transformers.distributed.tensor_parallel", "tensor_parallel")
-    if is_sharded(model):
-        raise ArgumentError(
-            "tensor_parallel got a sharded model; call it before fcdp_compile.shard"
-        )
-    base: Any = next((m for m in model.modules() if isinstance(m, modeling.PreTrainedModel)), None)
-    if base is None:
-        raise ArgumentError(
-            f"tensor_parallel takes a model of Transformers, or one around it, not {type(model).__name__}; "
-            'cut other models with torch\'s parallelize_module on mesh["tp"]'
-        )
+    otherwise = '; cut other models with torch\'s parallelize_module on mesh["tp"]'
+    base = transformers_base(model, "tensor_parallel", otherwise)
     cut: Cut | None = vars(base).get(CUT)
     if (problem := _problem(base, cut, tp.size(), experts=experts)) is not None:
         raise ArgumentError(f"tensor_parallel cannot cut {type(base).__name__}: {problem}")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +39,29 @@ class _Nested:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FourBit(Recipe):
+class _OfValues(Recipe):
+    """A weight that the library makes of values of this shape and dtype."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def source_dtype(self) -> torch.dtype:
+        return self.dtype
+
+    def made_of(self, dtype: torch.dtype) -> Self:
+        return replace(self, dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FourBit(_OfValues):
     """bitsandbytes' Params4bit: NF4 or FP4.
 
     storage: the dtype that the packed bytes are shown as.
     """
 
-    shape: torch.Size
     blocksize: int
     quant_type: str
-    dtype: torch.dtype
     storage: torch.dtype
     nested: _Nested | None
 
@@ -57,13 +70,6 @@ class _FourBit(Recipe):
     @property
     def meaning(self) -> str:
         return f"{self.quant_type} {tuple(self.shape)} in blocks of {self.blocksize}"
-
-    @property
-    def source_dtype(self) -> torch.dtype:
-        return self.dtype
-
-    def made_of(self, dtype: torch.dtype) -> _FourBit:
-        return replace(self, dtype=dtype)
 
     @property
     def quantiser(self) -> Quantiser:
@@ -217,9 +223,7 @@ def _take_4bit(module: nn.Module, parameter: Any) -> Parts:
         # An evaluation on this CPU has reordered the bytes for its kernel; saving brings the order back.
         module.state_dict()
         state, values = parameter.quant_state, parameter.data
-    if (
-        state.absmax.dim() == 2
-    ):  # it leaves scales as the kernel had them: [blocks of a row, rows], bf16
+    if state.absmax.dim() == 2:  # as the CPU's kernel had the scales: [blocks of a row, rows], bf16
         state.absmax = state.absmax.t().reshape(-1).float()
     values = values.reshape(-1).view(torch.uint8)
     if state.shape.numel() % state.blocksize == 0:
@@ -262,14 +266,8 @@ def _state_8bit(module: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _EightBit(Recipe):
-    """bitsandbytes' Int8Params of a Linear8bitLt; its rows are quantised by themselves.
-
-    shape, dtype: of the values that it is made of.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
+class _EightBit(_OfValues):
+    """bitsandbytes' Int8Params of a Linear8bitLt; its rows are quantised by themselves."""
 
     members = MappingProxyType({"forward": _forward_8bit})
 
@@ -296,13 +294,6 @@ class _EightBit(Recipe):
     @property
     def meaning(self) -> str:
         return "int8 with a scale for each row"
-
-    @property
-    def source_dtype(self) -> torch.dtype:
-        return self.dtype
-
-    def made_of(self, dtype: torch.dtype) -> _EightBit:
-        return replace(self, dtype=dtype)
 
     def saved(self, leaf: str) -> Saved:
         return Saved(
