@@ -249,9 +249,10 @@ class _Estimation:
     def _parts(self, step: Plan) -> Iterator[Schedule]:
         """Yield the schedules of an optimizer step: for each micro-batch a forward and a backward."""
         last = self._job.accumulate - 1
-        for micro_batch in range(self._job.accumulate):
-            yield _forward(step, is_first=micro_batch == 0)
-            yield _backward(step, is_last=micro_batch == last)
+        for i in range(self._job.accumulate):
+            yield _part(step, Direction.FORWARD, Variant.WARM if i else Variant.COLD)
+            gradients = Variant.COLLECT if i == last else Variant.ACCUMULATE
+            yield _part(step, Direction.BACKWARD, gradients)
 
     def _cached_bytes(self, plans: Sequence[Plan]) -> int:
         return sum(b.host_bytes for b, at in _distinct(plans) if at.tier is Tier.HOST)
@@ -296,20 +297,10 @@ class _Estimation:
         return None if largest is None else max(0, largest)
 
 
-def _forward(plan: Plan, *, is_first: bool) -> Schedule:
-    found = _of(plan, Direction.FORWARD)
-    wanted = Variant.COLD if is_first else Variant.WARM
-    return found.get(wanted) or next(iter(found.values()))
-
-
-def _backward(plan: Plan, *, is_last: bool) -> Schedule:
-    found = _of(plan, Direction.BACKWARD)
-    wanted = Variant.COLLECT if is_last else Variant.ACCUMULATE
-    return found.get(wanted) or found[Variant.COLD]
-
-
-def _of(plan: Plan, direction: Direction) -> dict[Variant, Schedule]:
-    return {s.variant: s for s in plan.schedules if s.direction is direction}
+def _part(plan: Plan, direction: Direction, wanted: Variant) -> Schedule:
+    """Return the schedule of a variant, or the cold one, or the only one."""
+    found = {s.variant: s for s in plan.schedules if s.direction is direction}
+    return found.get(wanted) or found.get(Variant.COLD) or next(iter(found.values()))
 
 
 def _distinct(plans: Sequence[Plan]) -> list[tuple[Bucket, Placement]]:
