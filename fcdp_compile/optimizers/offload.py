@@ -18,6 +18,7 @@ from fcdp_compile.core.sharding.folder_argument import refuse_nameless
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.optimizers.combine import Combined, loss_of
 from fcdp_compile.optimizers.states import (
+    Bus,
     KindsOfStates,
     StateBucket,
     StateKinds,
@@ -133,7 +134,7 @@ class Offloaded(Combined):
         lanes = model.lanes
         if folder is not None:  # copies from and to files block their caller
             lanes = Lanes(model.device, is_blocking=True)
-        self._steps = steps(model.device, lanes, model.counters)
+        self._steps = steps(model.device, Bus(lanes, model.counters))
         super().__init__(self.optimizers)
         self._memory = StateMemory(f"the states of {type(optimizer).__name__}", model, folder)
         weakref.finalize(self, self._memory.end)

@@ -33,6 +33,7 @@ from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES,
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.torch_compat import copy_all
 
 StateKinds = Mapping[str, torch.dtype]
 """The states of a parameter that have its shape: each state's name and dtype."""
@@ -146,6 +147,10 @@ class StatePlace:
         return flat.as_strided(self.shape, self.stride)
 
 
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""Targets and sources."""
+
+
 class _Existing(NamedTuple):
     """A state that exists; held: this rank's part as it is now."""
 
@@ -155,6 +160,25 @@ class _Existing(NamedTuple):
     held: Tensor
     place: StatePlace
     at_home: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bus:
+    """Copies states of one model between the device and the host, and counts their bytes."""
+
+    lanes: Lanes
+    counters: Counters
+
+    def start(self, kind: Kind, number: int, copies: Copies) -> Pending | None:
+        """Start to copy states of the bucket with this number; the first target is the result."""
+        if not copies:
+            return None
+        what = LOAD_STATES if kind is Kind.LOAD else STORE_STATES
+        self.counters.add(what, sum(source.nbytes for _, source in copies))
+        run = partial(copy_all, *zip(*copies, strict=True))
+        # All tensors of both sides are held until the copies are done.
+        out, *held = [tensor for pair in copies for tensor in pair]
+        return self.lanes.start(kind.lane, run, out=out, reads=held, name=f"fcdp::{what} {number}")
 
 
 class StateBucket:
@@ -222,17 +246,14 @@ class StateBucket:
         made: Tensor = HomeTensor.on_home(there, value._spec)
         return made
 
-    def load(self, states: States, lanes: Lanes, counters: Counters) -> Pending | None:
+    def load(self, states: States, bus: Bus) -> Pending | None:
         """Start to copy the states to the device; None if there are none yet."""
         if self._slab is None or not self.absorb(states):
             return None
         slab = self._slab
         with torch.inference_mode(False):
-            memory = torch.empty_like(slab, device=lanes.device.torch)
-        counters.add(LOAD_STATES, slab.nbytes)
-        run = partial(memory.copy_, slab, non_blocking=True)
-        name = f"fcdp::{LOAD_STATES} {self.number}"
-        return lanes.start(Kind.LOAD.lane, run, out=memory, reads=[], name=name)
+            memory = torch.empty_like(slab, device=bus.lanes.device.torch)
+        return bus.start(Kind.LOAD, self.number, [(memory, slab)])
 
     def enter(self, states: States, memory: Tensor) -> None:
         """Let the states have their memory on the device."""
@@ -246,9 +267,7 @@ class StateBucket:
             _set(state.tensor, state.at_home)
         return found
 
-    def store(
-        self, left: Sequence[_Existing], memory: Tensor | None, lanes: Lanes, counters: Counters
-    ) -> Pending | None:
+    def store(self, left: Sequence[_Existing], memory: Tensor | None, bus: Bus) -> Pending | None:
         """Start to copy what `leave` returned to the host.
 
         memory: of the states on the device; states that the step has made are elsewhere.
@@ -258,15 +277,7 @@ class StateBucket:
         pairs = [(s.at_home, s.held) for s in left]
         if memory is not None and all(_is(s.held, s.place.within(memory)) for s in left):
             pairs = [(self._slab, memory)]
-        counters.add(STORE_STATES, sum(held.nbytes for _, held in pairs))
-
-        def run() -> None:
-            for at_home, held in pairs:
-                at_home.copy_(held, non_blocking=True)
-
-        reads = [held for _, held in pairs]
-        name = f"fcdp::{STORE_STATES} {self.number}"
-        return lanes.start(Kind.STORE.lane, run, out=self._slab, reads=reads, name=name)
+        return bus.start(Kind.STORE, self.number, pairs)
 
     def _existing(self, states: States) -> Iterator[_Existing]:
         for i, p in enumerate(self.parameters):

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,13 +30,17 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.seals.fingerprint import fingerprints
 from fcdp_compile.devices import Device
-from fcdp_compile.optimizers.states import StateBucket, StateKinds, held_by, part_of, unhooked_step
+from fcdp_compile.optimizers.states import (
+    Bus,
+    StateBucket,
+    StateKinds,
+    held_by,
+    part_of,
+    unhooked_step,
+)
 from fcdp_compile.plan import Kind
 from fcdp_compile.runtime.buckets.validity import read
-from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES, Counters
-from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.tasks import Pending
-from fcdp_compile.torch_compat import copy_all
 
 
 class DeviceSteps:
@@ -48,11 +51,10 @@ class DeviceSteps:
 
     told = "the host"
 
-    def __init__(self, device: Device, lanes: Lanes, counters: Counters) -> None:
+    def __init__(self, device: Device, bus: Bus) -> None:
         self.steps_at = device.torch
         self._device = device
-        self._lanes = lanes
-        self._counters = counters
+        self._bus = bus
         self._is_stored = True
         self._loading: tuple[StateBucket, Pending | None] | None = None
         self._storing: Pending | None = None
@@ -79,7 +81,7 @@ class DeviceSteps:
                     # Its memory is free before that of this bucket is taken.
                     self._storing.wait()
                     self._storing = None
-                coming = bucket.load(optimizer.state, self._lanes, self._counters)
+                coming = bucket.load(optimizer.state, self._bus)
                 self._step_loaded(optimizer)
                 self._loading = bucket, coming
             self._step_loaded(optimizer)
@@ -114,7 +116,7 @@ class DeviceSteps:
         finally:
             left = bucket.leave(optimizer.state)
             self._is_stored = False
-            stored = bucket.store(left, memory, self._lanes, self._counters)
+            stored = bucket.store(left, memory, self._bus)
         return stored
 
 
@@ -144,20 +146,16 @@ _PARAMETER, _GRADIENT = "fcdp::parameter", "fcdp::gradient"
 _FUSED = (Adagrad, Adam, SGD)
 """Optimizers with fused kernels for the CPU; AdamW is a subclass of Adam."""
 
-_Copies = list[tuple[Tensor, Tensor]]
-"""Targets and sources."""
-
 
 class HostSteps:
     """Steps of one optimizer on the host, as `DeviceSteps` on the device."""
 
     told = "the host, which steps them"
 
-    def __init__(self, device: Device, lanes: Lanes, counters: Counters) -> None:
+    def __init__(self, device: Device, bus: Bus) -> None:
         self.steps_at = torch.device("cpu")
         self._device = device
-        self._lanes = lanes
-        self._counters = counters
+        self._bus = bus
         # By the bucket's number: fingerprints of the parameters that the copies are equal to.
         self._marks: dict[int, Tensor] = {}
 
@@ -225,14 +223,14 @@ class HostSteps:
 
     def _fetch(self, bucket: StateBucket, *, with_parameters: bool) -> Pending | None:
         """Start to copy gradients, and parameters whose copies are outdated, to the host."""
-        copies: _Copies = []
+        copies: list[tuple[Tensor, Tensor]] = []
         for i, p in enumerate(bucket.parameters):
             places = bucket.views[i]
             if _GRADIENT in places and p.grad is not None:
                 copies.append((places[_GRADIENT], _present(p.grad)))
             if _PARAMETER in places and with_parameters:
                 copies.append((places[_PARAMETER], _present(p)))
-        return self._start(STORE_STATES, Kind.STORE, bucket, copies)
+        return self._bus.start(Kind.STORE, bucket.number, copies)
 
     def _send(self, bucket: StateBucket) -> Pending | None:
         """Start to copy stepped parameters to the device."""
@@ -241,18 +239,7 @@ class HostSteps:
             for i, p in enumerate(bucket.parameters)
             if _PARAMETER in bucket.views[i] and p.grad is not None
         ]
-        return self._start(LOAD_STATES, Kind.LOAD, bucket, copies)
-
-    def _start(self, what: str, kind: Kind, bucket: StateBucket, copies: _Copies) -> Pending | None:
-        if not copies:
-            return None
-        self._counters.add(what, sum(source.nbytes for _, source in copies))
-
-        run = partial(copy_all, *zip(*copies, strict=True))
-        # All tensors of both sides are held until the copies are done.
-        held = [tensor for pair in copies for tensor in pair]
-        name = f"fcdp::{what} {bucket.number}"
-        return self._lanes.start(kind.lane, run, out=held[0], reads=held[1:], name=name)
+        return self._bus.start(Kind.LOAD, bucket.number, copies)
 
     def _step_one(self, optimizer: Optimizer, bucket: StateBucket) -> None:
         """Let the optimizer step the copies of one bucket's parameters."""
