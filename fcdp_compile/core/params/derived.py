@@ -41,7 +41,8 @@ class Sharded(HomeTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _aten.copy_.default and _is_whole_copy(*args[:2]):
+        is_copy = func is _aten.copy_.default and isinstance(args[0], Sharded)
+        if is_copy and not isinstance(args[1], DTensor):
             args = (args[0], args[0].cut(args[1].expand(args[0].shape)), *args[2:])
         _refuse_plain(func, args, kwargs)
         return _derived(func, super().__torch_dispatch__(func, types, args, kwargs), args)
@@ -152,11 +153,6 @@ def local_of(shard: HomeTensor, **options: Any) -> Tensor:
         return DTensor.to_local(shard, **options)
     local: Tensor = _Local.apply(shard)  # type: ignore[no-untyped-call]
     return local
-
-
-def _is_whole_copy(target: Any, source: Any) -> bool:
-    """Whether `target.copy_(source)` copies something other than a DTensor to a sharded tensor."""
-    return isinstance(target, Sharded) and not isinstance(source, DTensor)
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> bool:

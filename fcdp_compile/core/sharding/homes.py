@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,8 +13,6 @@ from fcdp_compile.core.params.spec import may_leave
 from fcdp_compile.core.ranks.inner_mesh import CONTEXT, CUT, Cut, cp_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.strategy.home_nodes import home_nodes
-
-K = TypeVar("K")
 
 _FULL = 0.75
 """The part of a GPU from which on "auto" offloads; gathered buckets and activations need the rest."""

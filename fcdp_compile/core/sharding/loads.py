@@ -53,18 +53,10 @@ class _LoadWatch:
         self._problems: list[str] = []
 
     def begins(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, about: Any, *others: Any
     ) -> None:
         self._given = {n for n in [*self._keys, *self._buffers] if prefix + n in state_dict}
-        self._problems = error_msgs  # torch appends to this list during the load
+        *_, self._problems = others  # torch appends to this list of messages during the load
         if (state := self._state()) is None:
             return
         for name in self._given.intersection(self._buffers):
@@ -73,18 +65,16 @@ class _LoadWatch:
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=state.device.torch)
         _cut(state, module, state_dict, prefix)
-        if local_metadata.get("assign_to_params_buffers"):
+        if about.get("assign_to_params_buffers"):
             self._write(module, state_dict, prefix)
 
     def _write(self, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
         """Copy values to the parameters, and give torch the parameters themselves to assign."""
         for name in self._given.intersection(self._keys):
             parameter, value = module._parameters[name], state_dict[prefix + name]
-            if (
-                parameter is not None
-                and isinstance(value, Tensor)
-                and value.shape == parameter.shape
-            ):
+            if parameter is None or not isinstance(value, Tensor):
+                continue
+            if value.shape == parameter.shape:
                 with torch.no_grad():
                     parameter.copy_(value)
                 state_dict[prefix + name] = parameter
