@@ -27,7 +27,7 @@ from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.pretrained.conversion import Target, converted
 from fcdp_compile.models.pretrained.folder import read_header
 from fcdp_compile.models.pretrained.huggingface import reading_order
-from fcdp_compile.models.pretrained.source import Files, Leaf
+from fcdp_compile.models.pretrained.source import Files, in_file
 
 MODEL = LlamaForCausalLM(
     LlamaConfig(
@@ -123,7 +123,7 @@ def test_a_conversion_is_transformers_own(case: str, tmp_path: Path) -> None:
     target = Target(name=name, base=MODEL, shape_of=_shape_of)
     sources = converted(
         converter,
-        {p: [Leaf(leaves[f"{p}.{i}"]) for i in range(len(t))] for p, t in collected.items()},
+        {p: [in_file(leaves[f"{p}.{i}"]) for i in range(len(t))] for p, t in collected.items()},
         target,
     )
     for pattern, some in collected.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fcdp_compile.models.pretrained.rows import is_local
+from fcdp_compile.models.pretrained.source import is_local
 
 LOCAL = ("ext4", "xfs", "tmpfs", "overlay")
 REMOTE = ("nfs4", "lustre", "fuse", "fuse.s3fs")

@@ -15,13 +15,13 @@ from torch import Tensor
 from fcdp_compile.models.pretrained.folder import read_header
 from fcdp_compile.models.pretrained.source import (
     Files,
-    Joined,
-    Leaf,
-    Rearranged,
-    Rows,
     Source,
-    Stacked,
-    Transposed,
+    in_file,
+    joined,
+    rearranged,
+    rows_of,
+    stacked,
+    transposed,
 )
 
 Pair = tuple[Source, Tensor]
@@ -34,7 +34,7 @@ def leaves(tmp_path_factory: pytest.TempPathFactory) -> list[Pair]:
     path = tmp_path_factory.mktemp("sources") / "some.safetensors"
     save_file(tensors, path)
     header = read_header(path)
-    return [(Leaf(header.tensors[name]), tensors[name]) for name in tensors]
+    return [(in_file(header.tensors[name]), tensors[name]) for name in tensors]
 
 
 def _dim(data: st.DataObject, rank: int) -> int:
@@ -43,12 +43,12 @@ def _dim(data: st.DataObject, rank: int) -> int:
 
 def _joined(data: st.DataObject, pairs: list[Pair]) -> Pair:
     dim = _dim(data, pairs[0][1].ndim)
-    return Joined(tuple(s for s, _ in pairs), dim), torch.cat([t for _, t in pairs], dim)
+    return joined([s for s, _ in pairs], dim), torch.cat([t for _, t in pairs], dim)
 
 
 def _stacked(data: st.DataObject, pairs: list[Pair]) -> Pair:
     dim = _dim(data, pairs[0][1].ndim + 1)
-    return Stacked(tuple(s for s, _ in pairs), dim), torch.stack([t for _, t in pairs], dim)
+    return stacked([s for s, _ in pairs], dim), torch.stack([t for _, t in pairs], dim)
 
 
 def _rows(data: st.DataObject, pairs: list[Pair]) -> Pair:
@@ -56,19 +56,19 @@ def _rows(data: st.DataObject, pairs: list[Pair]) -> Pair:
     dim = _dim(data, tensor.ndim)
     start = data.draw(st.integers(0, tensor.shape[dim] - 1))
     rows = data.draw(st.integers(1, tensor.shape[dim] - start))
-    return Rows(source, dim, start, rows), tensor.narrow(dim, start, rows)
+    return rows_of(source, dim, start, rows), tensor.narrow(dim, start, rows)
 
 
 def _transposed(data: st.DataObject, pairs: list[Pair]) -> Pair:
     (source, tensor), *_ = pairs
     dims = _dim(data, tensor.ndim), _dim(data, tensor.ndim)
-    return Transposed(source, *dims), tensor.transpose(*dims)
+    return transposed(source, *dims), tensor.transpose(*dims)
 
 
 def _rearranged(data: st.DataObject, pairs: list[Pair]) -> Pair:
     (source, tensor), *_ = pairs
     flipped = tensor.flatten().flip(0)
-    return Rearranged(source, lambda t: t.flatten().flip(0), tuple(flipped.shape)), flipped
+    return rearranged(source, lambda t: t.flatten().flip(0), tuple(flipped.shape)), flipped
 
 
 STEPS: list[Step] = [_joined, _stacked, _rows, _transposed, _rearranged]
@@ -105,7 +105,7 @@ def test_no_more_is_read_than_was_asked_for(leaves: list[Pair]) -> None:
 def test_a_file_that_was_exchanged_is_noticed(leaves: list[Pair], tmp_path: Path) -> None:
     path = tmp_path / "some.safetensors"
     save_file({"t": torch.zeros(4)}, path)
-    leaf = Leaf(read_header(path).tensors["t"])
+    leaf = in_file(read_header(path).tensors["t"])
     save_file({"t": torch.zeros(4, dtype=torch.float64)}, path)
     with Files() as files, pytest.raises(Exception, match=r"some\.safetensors changed"):
         leaf.fill(torch.empty(4), (0,), files)

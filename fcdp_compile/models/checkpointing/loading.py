@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,9 @@ from fcdp_compile.models.checkpointing.format.record import (
 )
 from fcdp_compile.models.checkpointing.format.tree import TensorReference, decode
 from fcdp_compile.models.checkpointing.optimizers import put_back
-from fcdp_compile.models.checkpointing.progress import Bar, bar, need_bar
+from fcdp_compile.models.checkpointing.progress import bar, need_bar
 from fcdp_compile.models.checkpointing.saving import end_of_saves, refuse_whole
-from fcdp_compile.models.files.safetensors_header import Stored
+from fcdp_compile.models.files.safetensors_file import Stored
 from fcdp_compile.models.quantised.weight import quantised_weights
 from fcdp_compile.runtime.model import ShardedModel
 
@@ -143,15 +143,15 @@ def _load(plan: LoadPlan, *, progress: bool) -> None:
     state, topology = plan.state, plan.state.topology
     doing = f"loading from {plan.folder}"
     shows = progress and topology.number == 0
-    with bar("loading", plan.size_bytes, shown=shows) as shown:
+    with bar("loading", plan.size_bytes, shown=shows) as update:
         together(
             topology.everyone,
-            lambda: plan.files.verify(plan.blocks, shown.update),
+            lambda: plan.files.verify(plan.blocks, update),
             CheckpointError,
             doing,
         )
         try:
-            together(topology.everyone, lambda: _write(plan, shown), CheckpointError, doing)
+            together(topology.everyone, lambda: _write(plan, update), CheckpointError, doing)
         except BaseException:
             # Some ranks may have written; caches must go stale on all of them alike.
             state.validity.values_changed()
@@ -292,14 +292,14 @@ def _reads_of(target: WantedRows, files: DataFiles) -> Iterator[SlabRead]:
 # --- writing ------------------------------------------------------------------------------------------------
 
 
-def _write(plan: LoadPlan, shown: Bar) -> None:
+def _write(plan: LoadPlan, update: Callable[[int], object]) -> None:
     """Write everything that was read, the states of random number generators last.
 
     Raises: CheckpointError, with nothing or only a part written, if a file has changed since it was verified,
     or an object does not take its state.
     """
     try:
-        moments = _read_rows(plan, shown)
+        moments = _read_rows(plan, update)
         _write_plain(plan)
         for name, module in extra_states(plan.root):
             module.set_extra_state(plan.values[name])
@@ -312,7 +312,7 @@ def _write(plan: LoadPlan, shown: Bar) -> None:
         ) from error
 
 
-def _read_rows(plan: LoadPlan, shown: Bar) -> dict[str, Tensor]:
+def _read_rows(plan: LoadPlan, update: Callable[[int], object]) -> dict[str, Tensor]:
     """Read rows into the home shards of parameters, and return the optimizer's rows by name."""
     records, device = plan.state.records, plan.state.device.torch
     homes = {parameter_name(records[k].spec.name): records[k].to_fill() for k in plan.written_keys}
@@ -329,7 +329,7 @@ def _read_rows(plan: LoadPlan, shown: Bar) -> dict[str, Tensor]:
     with torch.no_grad():
         for read in plan.reads:
             _copy(plan, read, to[read.name])
-            shown.update(read.size_bytes)
+            update(read.size_bytes)
     return moments
 
 

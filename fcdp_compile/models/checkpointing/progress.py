@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from fcdp_compile.extras import require
-
-
-class Bar(Protocol):
-    """The part of a `tqdm` bar that is used."""
-
-    def update(self, n: int) -> object:
-        """Count n more bytes."""
-
-
-class _NoBar:
-    def update(self, n: int) -> None:
-        pass
 
 
 def need_bar(*, shown: bool) -> None:
@@ -31,13 +18,11 @@ def need_bar(*, shown: bool) -> None:
 
 
 @contextmanager
-def bar(text: str, total_bytes: int, *, shown: bool) -> Iterator[Bar]:
-    """Show a bar on stderr until the block ends, if `shown`."""
+def bar(text: str, total_bytes: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show a bar on stderr until the block ends, if `shown`; yields what counts more bytes."""
     if not shown:
-        yield _NoBar()
+        yield lambda count: None
         return
     tqdm = require("tqdm", "progress=True").tqdm
-    with tqdm(
-        desc=text, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024
-    ) as shown_bar:
-        yield shown_bar
+    with tqdm(desc=text, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024) as made:
+        yield made.update

@@ -16,7 +16,6 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,7 +49,6 @@ from fcdp_compile.models.checkpointing.format.record import (
     seal,
 )
 from fcdp_compile.models.checkpointing.progress import bar, need_bar
-from fcdp_compile.models.files.safetensors_writer import TensorMeta
 from fcdp_compile.models.files.text_diff import text_diff
 from fcdp_compile.runtime.model import ShardedModel
 
@@ -368,26 +366,16 @@ class _Write:
         tensors = dict(self.contents.parts)
         for value in mine:
             tensors |= self.contents.values[value.name].tensors
-        metas = {n: TensorMeta(dtype=t.dtype, shape=tuple(t.shape)) for n, t in tensors.items()}
-        total_bytes = sum(meta.size_bytes for meta in metas.values())
+        total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        folder, shown = self.folder / folder_of(id), self.progress and self._rank == 0
         try:
-            with ExitStack() as stack:
-                shown = self.progress and self._rank == 0
-                shown_bar = stack.enter_context(bar("saving", total_bytes, shown=shown))
-                writer, sums = self.disk.open_data(
-                    self.folder, id, self._rank, metas, shown_bar.update
-                )
-                with writer:
-                    for name, tensor in tensors.items():
-                        writer.write(name, tensor)
-            self.disk.reached("synced data")
-            self.disk.sync_folder(self.folder / folder_of(id))
+            with bar("saving", total_bytes, shown=shown) as update:
+                file = self.disk.write_data(folder, self._rank, tensors, update)
         except OSError as error:
             raise CheckpointError(
-                f"cannot write {self.folder / folder_of(id)}: {error.strerror}; {self.folder} has the "
-                "checkpoint that it had"
+                f"cannot write {folder}: {error.strerror}; {self.folder} has the checkpoint that it had"
             ) from error
-        return _Written(file=sums.file(), left_out=self.contents.left_out, values=mine)
+        return _Written(file=file, left_out=self.contents.left_out, values=mine)
 
     def _decide(self, id: str, written: list[_Written]) -> None:
         if self._rank != 0:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.pretrained.source import (
-    Joined,
-    Rearranged,
-    Rows,
     Source,
-    Stacked,
-    Transposed,
+    joined,
+    rearranged,
+    rows_of,
+    stacked,
+    transposed,
 )
 
 _OPERATIONS_OF = "transformers.core_model_loading"
@@ -104,7 +104,7 @@ def _merge(operation: Any, now: Collected, converter: Any, target: Target) -> Co
             raise CheckpointError(
                 f"{target.name!r} would be made by stacking tensors, but their shapes differ"
             )
-        made[name] = Stacked(tuple(parts), _dim(operation.dim, len(parts[0].shape) + 1))
+        made[name] = stacked(parts, _dim(operation.dim, len(parts[0].shape) + 1))
     return made
 
 
@@ -120,7 +120,7 @@ def _concatenate(operation: Any, now: Collected, converter: Any, target: Target)
             f"{target.name!r} would be made by joining tensors along dimension {dim}, but their other "
             "dimensions differ"
         )
-    return {operation.get_target_pattern(converter.target_patterns): Joined(tuple(parts), dim)}
+    return {operation.get_target_pattern(converter.target_patterns): joined(parts, dim)}
 
 
 def _chunk(operation: Any, now: Collected, converter: Any, target: Target) -> Collected:
@@ -154,7 +154,7 @@ def _split(operation: Any, now: Collected, converter: Any, target: Target) -> Co
 def _parts(whole: Source, dim: int, names: Sequence[str], sizes: Sequence[int]) -> Collected:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return {
-        name: Rows(whole, dim, start, size)
+        name: rows_of(whole, dim, start, size)
         for name, start, size in zip(names, starts, sizes, strict=True)
     }
 
@@ -165,7 +165,7 @@ def _transpose(operation: Any, now: Collected, converter: Any, target: Target) -
     if operation.check_dims and source.shape == target.shape_of(target.name):
         return {name: source}
     rank = len(source.shape)
-    return {name: Transposed(source, _dim(operation.dim0, rank), _dim(operation.dim1, rank))}
+    return {name: transposed(source, _dim(operation.dim0, rank), _dim(operation.dim1, rank))}
 
 
 def _rearrange(operation: Any, now: Collected, converter: Any, target: Target) -> Collected:
@@ -192,12 +192,12 @@ def _rearrange(operation: Any, now: Collected, converter: Any, target: Target) -
             "only convert them one by one; load with from_pretrained before fcdp_compile.shard"
         )
 
-    def rearranged(pattern: str, name: str, whole: Tensor) -> Tensor:
+    def act(pattern: str, name: str, whole: Tensor) -> Tensor:
         # All inputs are passed because an operation may count them.
         return named({**blank, pattern: whole})[name]
 
     return {
-        name: Rearranged(source, partial(rearranged, pattern, name), tuple(result.shape))
+        name: rearranged(source, partial(act, pattern, name), tuple(result.shape))
         for (pattern, source), (name, result) in zip(sources.items(), results.items(), strict=True)
     }
 

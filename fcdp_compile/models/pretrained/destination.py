@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.core.params.layout import Box
-from fcdp_compile.models.pretrained.match import Assignment, Held
-from fcdp_compile.models.pretrained.rows import CheckpointRows
-from fcdp_compile.models.pretrained.source import Files, Source, fill_boxes
+from fcdp_compile.models.pretrained.match import Held
+from fcdp_compile.models.pretrained.source import CheckpointRows, Files, Source
 from fcdp_compile.models.quantised.interface import Quantiser
 from fcdp_compile.models.quantised.weight import QuantisedWeight
 from fcdp_compile.runtime.model import ShardedModel
@@ -41,7 +40,7 @@ class Part:
 
     def fill(self, source: Source, files: Files) -> None:
         """Read the part."""
-        fill_boxes(self.values, self.boxes, source, files)
+        source.fill_boxes(self.values, self.boxes, files)
 
     def gather(self) -> dict[str, Tensor]:
         """Nothing is needed of other ranks; see `QuantisedPart`."""
@@ -88,13 +87,13 @@ class Destinations:
         packed = {name: self._records[id(p)] for name, p in weight.named_parameters()}
         return QuantisedPart(weight, dtype, packed, self._state)
 
-    def rows(self, assignments: Iterable[Assignment]) -> CheckpointRows:
+    def rows(self, assigned: Iterable[Held]) -> CheckpointRows:
         """Return the checkpoint's rows, from which other ranks' home shards can be read as well."""
         return CheckpointRows(
             {
-                record.spec.key: (record.spec, assignment.source)
-                for assignment in assignments
-                if (record := self._records.get(id(assignment.held.tensor))) is not None
+                record.spec.key: (record.spec, held.sources[0])
+                for held in assigned
+                if (record := self._records.get(id(held.tensor))) is not None
             }
         )
 

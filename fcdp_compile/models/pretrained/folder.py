@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.models.files.safetensors_header import (
-    LENGTH_BYTES,
-    Stored,
-    header_bytes,
-    parse_json,
-    stored_tensors,
-)
+from fcdp_compile.models.files.safetensors_file import Stored, parse_json, stored_tensors
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -29,7 +23,10 @@ _SAMPLED_BYTES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a checkpoint's files, by name; digest: of headers, samples of tensors, and the index."""
+    """The tensors of a checkpoint, or of one of its files, by name.
+
+    digest: of the sizes and headers of its files, of a little of each tensor, and of the index.
+    """
 
     path: Path
     tensors: dict[str, Stored]
@@ -75,7 +72,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(path=where, tensors=tensors, digest=digest)
 
 
-def _headers(files: Iterable[Path], why: str) -> tuple[list[Header], list[str]]:
+def _headers(files: Iterable[Path], why: str) -> tuple[list[Checkpoint], list[str]]:
     headers, problems = [], []
     for file in files:
         try:
@@ -87,7 +84,7 @@ def _headers(files: Iterable[Path], why: str) -> tuple[list[Header], list[str]]:
     return headers, problems
 
 
-def _disagreements(header: Header, indexed: set[str] | None) -> list[str]:
+def _disagreements(header: Checkpoint, indexed: set[str] | None) -> list[str]:
     if indexed is None:
         return []
     name = header.path.name
@@ -178,16 +175,7 @@ def _wrong_name(file: str) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
-    """The tensors of a file by name, and a digest of its size, its header and a little of each tensor."""
-
-    path: Path
-    tensors: dict[str, Stored]
-    digest: str
-
-
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> Checkpoint:
     """Read the header of a file; never more bytes than the file has.
 
     Raises: CheckpointError for anything but a whole safetensors file, OSError if it cannot be read.
@@ -196,15 +184,12 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path} is not a file")  # a pipe would wait for a writer
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        length = header_bytes(path, file.read(LENGTH_BYTES), size)
-        raw = file.read(length)
-        if len(raw) < length:
-            raise CheckpointError(f"{path} was cut short while it was read")
-        tensors = stored_tensors(path, raw, size)
+        number = file.fileno()
+        tensors, raw = stored_tensors(path, size, lambda a, b: os.pread(number, b - a, a))
         digest = hashlib.sha256(size.to_bytes(8, "little") + raw)
         for stored in tensors.values():
-            digest.update(_sample(file.fileno(), stored))
-    return Header(path=path, tensors=tensors, digest=digest.hexdigest())
+            digest.update(_sample(number, stored))
+    return Checkpoint(path=path, tensors=tensors, digest=digest.hexdigest())
 
 
 def _sample(file: int, stored: Stored) -> bytes:

@@ -24,9 +24,8 @@ from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.models.pretrained.destination import Destinations, Part, QuantisedPart
 from fcdp_compile.models.pretrained.folder import open_checkpoint, refuse
-from fcdp_compile.models.pretrained.match import Assignment, Matched, in_reading_order, match, told
-from fcdp_compile.models.pretrained.rows import is_local
-from fcdp_compile.models.pretrained.source import Files, Source
+from fcdp_compile.models.pretrained.match import Held, Matched, match, told
+from fcdp_compile.models.pretrained.source import Files, Source, is_local
 from fcdp_compile.runtime.model import ShardedModel
 
 log = logging.getLogger(__name__)
@@ -68,11 +67,11 @@ def load_pretrained(
     path = Path(folder)
     destinations = Destinations(root, state)
     matched, is_on_disk = _found(root, state, folder, destinations, head=head)
-    order = in_reading_order(matched.assignments)
+    order = matched.assigned
     is_first = state.topology.number == 0
     with Files() as files:
         _fill(path, state, order, destinations, files, shows=progress and is_first)
-    destinations.arrived(a.held for a in order)
+    destinations.arrived(order)
     for weight, recipe in matched.recipes.items():
         weight.recipe = recipe
     if is_on_disk:
@@ -140,19 +139,20 @@ def _serious(matched: Matched, *, head: bool) -> list[str]:
 
 
 def _check_tied(
-    path: Path, assignments: Sequence[Assignment], destinations: Destinations, files: Files
+    path: Path, order: Sequence[Held], destinations: Destinations, files: Files
 ) -> None:
     """Refuse a checkpoint that has different values for one parameter."""
     problems = []
-    for assignment in assignments:
-        for other in assignment.others:
-            part = destinations.part(assignment.held)
+    for held in order:
+        first, *others = held.sources
+        for other in others:
+            part = destinations.part(held)
             if not isinstance(part, Part):
                 problems.append(
-                    f"{assignment.held.name!r} is quantised, and two tensors are its values here; remove one"
+                    f"{held.name!r} is quantised, and two tensors are its values here; remove one"
                 )
-            elif not _are_equal(assignment.source, other, part, files):
-                names = [next(s.leaves).name for s in (assignment.source, other)]
+            elif not _are_equal(first, other, part, files):
+                names = [s.leaves[0].name for s in (first, other)]
                 problems.append(
                     f"{names[0]!r} and {names[1]!r} are one parameter of the model and differ here; "
                     "untie them (tie_word_embeddings=False in the config) before fcdp_compile.shard"
@@ -182,7 +182,7 @@ def _are_equal(one: Source, other: Source, part: Part, files: Files) -> bool:
 def _fill(
     path: Path,
     state: ShardedModel,
-    order: Sequence[Assignment],
+    order: Sequence[Held],
     destinations: Destinations,
     files: Files,
     *,
@@ -192,7 +192,7 @@ def _fill(
     together(everyone, lambda: _check_tied(path, order, destinations, files), CheckpointError)
     try:
         together(everyone, lambda: _read(order, destinations, files, shows=shows))
-        failed = _finish(destinations.part(a.held) for a in order)
+        failed = _finish(map(destinations.part, order))
         together(everyone, lambda: _raise_first(failed))
     except FcdpError as error:
         state.validity.values_changed()
@@ -220,21 +220,11 @@ def _raise_first(failed: Sequence[Exception]) -> None:
         raise failed[0]
 
 
-def _read(
-    assignments: Sequence[Assignment], destinations: Destinations, files: Files, *, shows: bool
-) -> None:
-    parts = [destinations.part(a.held) for a in assignments]
+def _read(order: Sequence[Held], destinations: Destinations, files: Files, *, shows: bool) -> None:
+    parts = [destinations.part(held) for held in order]
     total = sum(part.nbytes for part in parts)
-    with (
-        torch.no_grad(),
-        tqdm(
-            total=total,
-            desc="load_pretrained",
-            unit="B",
-            unit_scale=True,
-            disable=not shows,
-        ) as bar,
-    ):
-        for assignment, part in zip(assignments, parts, strict=True):
-            part.fill(assignment.source, files)
+    bar = tqdm(total=total, desc="load_pretrained", unit="B", unit_scale=True, disable=not shows)
+    with torch.no_grad(), bar:
+        for held, part in zip(order, parts, strict=True):
+            part.fill(held.sources[0], files)
             bar.update(part.nbytes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.errors import ArgumentError, CheckpointError
-from fcdp_compile.models.files.safetensors_header import Stored
+from fcdp_compile.models.files.safetensors_file import Stored
 from fcdp_compile.models.pretrained.conversion import Target, converted
 from fcdp_compile.models.pretrained.huggingface import (
     Renamed,
@@ -22,26 +21,36 @@ from fcdp_compile.models.pretrained.huggingface import (
     transposed_class,
 )
 from fcdp_compile.models.pretrained.names import Entry, Role, entries_of
-from fcdp_compile.models.pretrained.source import BytesOf, Files, Known, Leaf, Source, Transposed
+from fcdp_compile.models.pretrained.source import (
+    Files,
+    Source,
+    bytes_of,
+    in_file,
+    known,
+    transposed,
+)
 from fcdp_compile.models.quantised.interface import Recipe, Saved
 from fcdp_compile.models.quantised.weight import QuantisedWeight
 
 _SHOWN = 12  # names of tensors in one message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Held:
-    """A tensor of the model with all its names.
+    """A tensor of the model with all its names, and its sources in a checkpoint, which must be equal.
 
     weight: the quantised weight that the tensor stands for: on meta, of the shape and dtype of the values
     that the weight is made of.
     is_transposed: whether checkpoints have the weight as [in, out].
+    is_refused: whether the checkpoint has a tensor for it that does not fit.
     """
 
     tensor: Tensor
     entries: list[Entry] = field(default_factory=list)
     weight: QuantisedWeight | None = None
     is_transposed: bool = False
+    sources: list[Source] = field(default_factory=list)
+    is_refused: bool = False
 
     @property
     def name(self) -> str:
@@ -54,14 +63,10 @@ class Held:
         roles = [entry.role for entry in self.entries]
         return Role.BASE if Role.BASE in roles else roles[0]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Assignment:
-    """A tensor of the model and its source; others: its other names' sources, which must be equal."""
-
-    held: Held
-    source: Source
-    others: tuple[Source, ...]
+    @property
+    def is_noted(self) -> bool:
+        """Whether the checkpoint has a tensor for it."""
+        return bool(self.sources) or self.is_refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,14 +96,14 @@ def told(problems: Iterable[Problem]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matched:
-    """All assignments and all problems.
+    """All tensors that have sources, in the order of their first bytes in the files, and all problems.
 
     recipes: those of the weights that the checkpoint has quantised already.
     renaming: the rules that were used for names and tensors.  kept_copies: names of copies that PEFT trains
     in place of tensors that the checkpoint has, and that keep their values.
     """
 
-    assignments: list[Assignment]
+    assigned: list[Held]
     problems: list[Problem]
     recipes: dict[QuantisedWeight, Recipe]
     renaming: Renaming
@@ -144,9 +149,7 @@ class _Matching:
             elif entry.role is Role.COPY:
                 self.copies.setdefault(entry.plain, []).append(held)
         self.problems: list[Problem] = []
-        self.refused: set[int] = set()
         self.kept_copies: list[str] = []
-        self.found: dict[int, list[Source]] = {}
 
     def of(self, tensors: dict[str, Stored]) -> Matched:
         ignore_missing, ignore_unexpected = ignored_patterns(self.base)
@@ -162,7 +165,7 @@ class _Matching:
             elif held is not None:
                 self._give(held, source)
             elif not ignore_unexpected.search(name):
-                of_head = self.renaming.is_foreign_head(next(source.leaves).name, tensors)
+                of_head = self.renaming.is_foreign_head(source.leaves[0].name, tensors)
                 self._note("unexpected", _told(source), of_head=of_head)
         for held in self.held.values():
             names = [entry.plain for entry in held.entries if entry.role is Role.BASE]
@@ -170,14 +173,10 @@ class _Matching:
                 of_head = all(map(self.renaming.is_of_head, names))
                 self._note("missing", repr(names[0]), of_head=of_head)
         for name, held in self.known.items():
-            if id(held.tensor) in self.found:
-                self._give_copies(name, self.found[id(held.tensor)])
-        assignments = [
-            Assignment(held=self.held[key], source=sources[0], others=tuple(sources[1:]))
-            for key, sources in self.found.items()
-        ]
+            if held.sources:
+                self._give_copies(name, held.sources[0])
         return Matched(
-            assignments=assignments,
+            assigned=sorted((h for h in self.held.values() if h.sources), key=_first_byte),
             problems=self.problems,
             recipes=self.recipes,
             renaming=self.renaming,
@@ -218,52 +217,45 @@ class _Matching:
                     continue
                 weight, saved = self.saved[name]
                 whole, parts = self.weights[weight]
-                stored = next(source.leaves)
-                state = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-                source.fill(state, (0,) * state.ndim, files)
+                stored = source.leaves[0]
                 try:
-                    self.recipes[weight], values = saved.read(state)
+                    self.recipes[weight], values = saved.read(source.read(files, stored.dtype))
                 except ArgumentError as error:
                     self._refuse(whole, f"the weight of {_told(source)} {error}")
                     continue
                 for leaf, value in values.items():
-                    self.found[id(parts[leaf].tensor)] = [Known(stored, value)]
+                    parts[leaf].sources = [known(stored, value)]
 
     def _is_saved(self, weight: QuantisedWeight) -> bool:
         """Whether the checkpoint describes the weight as its library saves it."""
-        return weight in self.recipes or id(self.weights[weight][0].tensor) in self.refused
+        return weight in self.recipes or self.weights[weight][0].is_refused
 
     def _give_part(self, weight: QuantisedWeight, part: str, source: Source) -> None:
         if weight not in self.recipes:
             return
-        held, stored = self.weights[weight][1][part], next(source.leaves)
+        held, stored = self.weights[weight][1][part], source.leaves[0]
         is_same_size = stored.size_bytes == held.tensor.nbytes
-        if held.tensor.dtype == torch.uint8 and is_same_size and isinstance(source, Leaf):
-            self.found[id(held.tensor)] = [BytesOf(stored, tuple(held.tensor.shape))]
+        if held.tensor.dtype == torch.uint8 and is_same_size and source.is_leaf:
+            held.sources = [bytes_of(stored, tuple(held.tensor.shape))]
         else:
             self._give(held, source)
 
     def _is_given(self, held: Held) -> bool:
         """Whether a tensor has a source, or needs none: a weight's parts follow from its values."""
         if held.weight is not None:
-            return any(self._is_noted(h) for h in (held, *self.weights[held.weight][1].values()))
+            return any(h.is_noted for h in (held, *self.weights[held.weight][1].values()))
         module = held.entries[0].module
         if isinstance(module, QuantisedWeight) and module in self.weights:
             whole, parts = self.weights[module]
-            is_refused = id(whole.tensor) in self.refused
-            return (
-                is_refused or self._is_noted(held) or not any(map(self._is_noted, parts.values()))
-            )
-        return self._is_noted(held)
-
-    def _is_noted(self, held: Held) -> bool:
-        return id(held.tensor) in self.found or id(held.tensor) in self.refused
+            if whole.is_refused or not any(part.is_noted for part in parts.values()):
+                return True
+        return held.is_noted
 
     def _sources(self, tensors: dict[str, Stored]) -> Iterable[tuple[str, Source]]:
         """Yield every source with the name that the model should have for it."""
         to_convert: dict[str, tuple[Renamed, dict[str, list[Source]]]] = {}
         for name in sorted(tensors, key=reading_order):
-            leaf = Leaf(tensors[name])
+            leaf = in_file(tensors[name])
             renamed = self.renaming.of(name, self.known)
             if renamed.name not in self.known and name in self.by_name:
                 yield name, leaf
@@ -284,7 +276,7 @@ class _Matching:
         return None if held is None else tuple(held.tensor.shape)
 
     def _give(self, held: Held, source: Source) -> None:
-        if held.weight is not None and not next(source.leaves).dtype.is_floating_point:
+        if held.weight is not None and not source.leaves[0].dtype.is_floating_point:
             self._refuse(
                 held,
                 f"tensor {_told(source)} is quantised already, but not as the model's layer is; build "
@@ -293,7 +285,7 @@ class _Matching:
             )
             return
         if held.is_transposed and len(source.shape) == 2:
-            source = Transposed(source, 0, 1)
+            source = transposed(source, 0, 1)
         if source.shape != tuple(held.tensor.shape):
             self._refuse(
                 held,
@@ -308,21 +300,21 @@ class _Matching:
                     f"{held.tensor.dtype}",
                 )
                 return
-        self.found.setdefault(id(held.tensor), []).append(source)
+        held.sources.append(source)
 
     def _refuse(self, held: Held, what: str) -> None:
-        self.refused.add(id(held.tensor))
+        held.is_refused = True
         self._note("", what)
 
     def _note(self, kind: str, what: str, *, of_head: bool = False) -> None:
         self.problems.append(Problem(kind=kind, what=what, of_head=of_head))
 
-    def _give_copies(self, name: str, sources: list[Source]) -> None:
+    def _give_copies(self, name: str, source: Source) -> None:
         for copy in self.copies.get(name, ()):
-            if id(copy.tensor) in self.found:
+            if copy.sources:
                 continue
             if self.is_unset(copy):
-                self._give(copy, sources[0])
+                self._give(copy, source)
             else:
                 self.kept_copies.append(copy.name)
 
@@ -342,11 +334,6 @@ def _can_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
     return dtype == to or (not is_float and torch.promote_types(dtype, to) == to)
 
 
-def in_reading_order(assignments: Iterable[Assignment]) -> list[Assignment]:
-    """Return the assignments in the order of their first bytes in the files."""
-
-    def first(assignment: Assignment) -> tuple[str, int]:
-        stored = next(itertools.islice(assignment.source.leaves, 1))
-        return str(stored.file), stored.start
-
-    return sorted(assignments, key=first)
+def _first_byte(held: Held) -> tuple[str, int]:
+    stored = held.sources[0].leaves[0]
+    return str(stored.file), stored.start

@@ -6,11 +6,13 @@ A source is a tensor in a file, or others stacked, joined, cut or transposed, wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -18,25 +20,11 @@ from torch import Tensor
 
 from fcdp_compile.core.params.layout import Box
 from fcdp_compile.core.params.packing import block_of
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.models.files.safetensors_header import Stored
+from fcdp_compile.models.files.safetensors_file import Stored
 
 _REOPEN_BYTES = 2**28
-
-
-class Source(Protocol):
-    """A tensor that can be read in parts."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The source's shape."""
-
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The tensors in files that the source is made of."""
-
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Fill `out` with the part of the tensor that begins at indices `at`, cast to out's dtype."""
 
 
 class Files:
@@ -89,213 +77,194 @@ class Files:
         self.close()
 
 
-def fill_boxes(part: Tensor, boxes: Sequence[Box], source: Source, files: Files) -> None:
-    """Fill a part of a source, which consists of these blocks, cast to the part's dtype."""
-    for box in boxes:
-        source.fill(block_of(part, box.inside, box.shape), box.at, files)
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A tensor that can be read in parts.
+
+    leaves: the tensors in files that it is made of.
+    fill: fills a tensor with the part of the source that begins at given indices, cast to the tensor's dtype.
+    is_leaf: whether the source is a tensor in a file, as it is there.
+    """
+
+    shape: tuple[int, ...]
+    leaves: tuple[Stored, ...]
+    fill: Callable[[Tensor, Sequence[int], Files], None]
+    is_leaf: bool = False
+
+    def fill_boxes(self, part: Tensor, boxes: Sequence[Box], files: Files) -> None:
+        """Fill a part of the source, which consists of these blocks, cast to the part's dtype."""
+        for box in boxes:
+            self.fill(block_of(part, box.inside, box.shape), box.at, files)
+
+    def read(self, files: Files, dtype: torch.dtype) -> Tensor:
+        """Read the whole source to host memory."""
+        whole = torch.empty(self.shape, dtype=dtype, device="cpu")
+        self.fill(whole, (0,) * whole.ndim, files)
+        return whole
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+def in_file(stored: Stored) -> Source:
     """A tensor in a file."""
 
-    stored: Stored
+    def fill(out: Tensor, at: Sequence[int], files: Files) -> None:
+        files.copy(stored, _slices(at, out), out)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
-        return self.stored.shape
-
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The tensor itself."""
-        yield self.stored
-
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Read the part from the file."""
-        part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
-        files.copy(self.stored, part, out)
+    return Source(stored.shape, (stored,), fill, is_leaf=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+def known(stored: Stored, values: Tensor) -> Source:
     """Values that were read already, from a tensor in a file."""
 
-    stored: Stored
-    values: Tensor
+    def fill(out: Tensor, at: Sequence[int], files: Files) -> None:
+        out.copy_(values[_slices(at, out)])
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The values' shape."""
-        return tuple(self.values.shape)
-
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The tensor in a file."""
-        yield self.stored
-
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Copy the part."""
-        out.copy_(self.values[tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))])
+    return Source(tuple(values.shape), (stored,), fill)
 
 
-@dataclass(frozen=True, slots=True)
-class BytesOf:
+def bytes_of(stored: Stored, shape: tuple[int, ...]) -> Source:
     """The bytes of a tensor in a file, as uint8 of another shape; parts are whole rows of it."""
+    row_bytes = math.prod(shape[1:])
+    their_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
 
-    stored: Stored
-    shape: tuple[int, ...]
-
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The tensor in a file."""
-        yield self.stored
-
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Read the rows of the file's tensor that the part is in, and take the part."""
-        row_bytes = math.prod(self.shape[1:])
-        their_bytes = math.prod(self.stored.shape[1:]) * self.stored.dtype.itemsize
+    def fill(out: Tensor, at: Sequence[int], files: Files) -> None:
         begin, end = at[0] * row_bytes, (at[0] + len(out)) * row_bytes
         first, last = begin // their_bytes, -(-end // their_bytes)
-        shape = (last - first, *self.stored.shape[1:])
-        rows = torch.empty(shape, dtype=self.stored.dtype, device="cpu")
-        files.copy(self.stored, (slice(first, last), *(slice(None) for _ in shape[1:])), rows)
+        rows = torch.empty((last - first, *stored.shape[1:]), dtype=stored.dtype, device="cpu")
+        files.copy(stored, _slices((first, *(0 for _ in stored.shape[1:])), rows), rows)
         mine = slice(begin - first * their_bytes, end - first * their_bytes)
         out.copy_(rows.view(-1).view(torch.uint8)[mine].view(out.shape))
 
+    return Source(shape, (stored,), fill)
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+
+def joined(parts: Sequence[Source], dim: int) -> Source:
     """Sources in a row along a dimension, equal in all others."""
 
-    parts: tuple[Source, ...]
-    dim: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The first source's shape, with the rows of all sources along `dim`."""
-        rows = sum(part.shape[self.dim] for part in self.parts)
-        return _replaced(self.parts[0].shape, self.dim, rows)
-
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The leaves of all parts."""
-        for part in self.parts:
-            yield from part.leaves
-
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Fill from each part its share of the rows."""
-        begin, end, start = at[self.dim], at[self.dim] + out.shape[self.dim], 0
-        for part in self.parts:
-            stop = start + part.shape[self.dim]
+    def fill(out: Tensor, at: Sequence[int], files: Files) -> None:
+        begin, end, start = at[dim], at[dim] + out.shape[dim], 0
+        for part in parts:
+            stop = start + part.shape[dim]
             first, last = max(begin, start), min(end, stop)
             if first < last:
-                rows = out.narrow(self.dim, first - begin, last - first)
-                part.fill(rows, _replaced(at, self.dim, first - start), files)
+                rows = out.narrow(dim, first - begin, last - first)
+                part.fill(rows, _replaced(at, dim, first - start), files)
             start = stop
 
+    shape = _replaced(parts[0].shape, dim, sum(part.shape[dim] for part in parts))
+    return Source(shape, _leaves(parts), fill)
 
-@dataclass(frozen=True, slots=True)
-class Stacked:
+
+def stacked(parts: Sequence[Source], dim: int) -> Source:
     """Sources of one shape, stacked along a new dimension."""
 
-    parts: tuple[Source, ...]
-    dim: int
+    def fill(out: Tensor, at: Sequence[int], files: Files) -> None:
+        inside = (*at[:dim], *at[dim + 1 :])
+        for i in range(out.shape[dim]):
+            parts[at[dim] + i].fill(out.select(dim, i), inside, files)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The parts' shape, with their number at `dim`."""
-        one = self.parts[0].shape
-        return (*one[: self.dim], len(self.parts), *one[self.dim :])
-
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The leaves of all parts."""
-        for part in self.parts:
-            yield from part.leaves
-
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Fill each slice from its part."""
-        inside = (*at[: self.dim], *at[self.dim + 1 :])
-        for i in range(out.shape[self.dim]):
-            self.parts[at[self.dim] + i].fill(out.select(self.dim, i), inside, files)
+    one = parts[0].shape
+    return Source((*one[:dim], len(parts), *one[dim:]), _leaves(parts), fill)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+def rows_of(whole: Source, dim: int, start: int, rows: int) -> Source:
     """Some rows of a source along a dimension."""
 
-    whole: Source
-    dim: int
-    start: int
-    rows: int
+    def fill(out: Tensor, at: Sequence[int], files: Files) -> None:
+        whole.fill(out, _replaced(at, dim, at[dim] + start), files)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The whole source's shape, with fewer rows."""
-        return _replaced(self.whole.shape, self.dim, self.rows)
-
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The leaves of the whole source."""
-        return self.whole.leaves
-
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Fill from the whole source, at shifted indices."""
-        self.whole.fill(out, _replaced(at, self.dim, at[self.dim] + self.start), files)
+    return Source(_replaced(whole.shape, dim, rows), whole.leaves, fill)
 
 
-@dataclass(frozen=True, slots=True)
-class Transposed:
+def transposed(of: Source, dim0: int, dim1: int) -> Source:
     """A source with two dimensions exchanged."""
 
-    of: Source
-    dim0: int
-    dim1: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape with the two dimensions exchanged."""
-        return self._exchanged(self.of.shape)
-
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The leaves of the other source."""
-        return self.of.leaves
-
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Fill a transposed view."""
-        self.of.fill(out.transpose(self.dim0, self.dim1), self._exchanged(at), files)
-
-    def _exchanged(self, sizes: Sequence[int]) -> tuple[int, ...]:
+    def exchanged(sizes: Sequence[int]) -> tuple[int, ...]:
         found = list(sizes)
-        found[self.dim0], found[self.dim1] = found[self.dim1], found[self.dim0]
+        found[dim0], found[dim1] = found[dim1], found[dim0]
         return tuple(found)
 
+    def fill(out: Tensor, at: Sequence[int], files: Files) -> None:
+        of.fill(out.transpose(dim0, dim1), exchanged(at), files)
 
-@dataclass(frozen=True, slots=True)
-class Rearranged:
+    return Source(exchanged(of.shape), of.leaves, fill)
+
+
+def rearranged(of: Source, function: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> Source:
     """A source whose elements a function puts in another order, for which it needs the whole tensor.
 
     shape: of the function's result.
     """
 
-    of: Source
-    function: Callable[[Tensor], Tensor]
-    shape: tuple[int, ...]
+    def fill(out: Tensor, at: Sequence[int], files: Files) -> None:
+        out.copy_(function(of.read(files, out.dtype))[_slices(at, out)])
 
-    @property
-    def leaves(self) -> Iterator[Stored]:
-        """The leaves of the other source."""
-        return self.of.leaves
+    return Source(shape, of.leaves, fill)
 
-    def fill(self, out: Tensor, at: Sequence[int], files: Files) -> None:
-        """Read the whole source, rearrange it, and take the part."""
-        whole = torch.empty(self.of.shape, dtype=out.dtype, device="cpu")
-        self.of.fill(whole, (0,) * whole.ndim, files)
-        part = tuple(slice(a, a + n) for a, n in zip(at, out.shape, strict=True))
-        out.copy_(self.function(whole)[part])
+
+def _slices(at: Sequence[int], part: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(at, part.shape, strict=True))
+
+
+def _leaves(parts: Sequence[Source]) -> tuple[Stored, ...]:
+    return tuple(stored for part in parts for stored in part.leaves)
 
 
 def _replaced(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*sizes[:dim], size, *sizes[dim + 1 :])
+
+
+# --- other ranks' rows ------------------------------------------------------------------------------------
+
+_REMOTE = (
+    "9p", "afs", "beegfs", "ceph", "cifs", "fuse", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4",
+    "orangefs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs",
+)  # fmt: skip
+"""File systems whose files may be on another machine; all kinds of fuse count as such."""
+
+
+class CheckpointRows:
+    """Reads other nodes' rows from a checkpoint that was loaded, for `runtime.cache.row_sources`."""
+
+    def __init__(self, sources: Mapping[str, tuple[ParamSpec, Source]]) -> None:
+        self._sources = sources
+        self._files = Files()
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the parameters in the checkpoint."""
+        return list(self._sources)
+
+    def read(self, key: str, node: int, place: int) -> Tensor:
+        """Read the home shard of the rank at a place of a node."""
+        spec, source = self._sources[key]
+        shape = spec.layout.local_shape(node, place)
+        out = torch.empty(shape, dtype=spec.home_dtype, device="cpu")
+        source.fill_boxes(out, spec.boxes(node, place), self._files)
+        return out
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+def is_local(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:
+    """Whether a file is on a disk of this machine; False if the system does not tell.
+
+    Reading rows over a network would not save the traffic of gathering them.
+
+    mounts: the system's list of file systems.
+    """
+    try:
+        mounted = mounts.read_bytes().splitlines()
+        place = path.resolve(strict=True)
+    except OSError:
+        return False
+    best, kind = -1, "nfs"
+    for line in mounted:
+        _, where, of, *_ = line.split(b" ")
+        # The list has blanks and similar characters as octal numbers.
+        name = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), where)
+        point = Path(os.fsdecode(name))
+        if len(point.parts) >= best and (point == place or point in place.parents):
+            best, kind = len(point.parts), os.fsdecode(of)
+    return kind not in _REMOTE and not kind.startswith("fuse.")

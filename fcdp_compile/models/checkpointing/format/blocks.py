@@ -14,12 +14,7 @@ from torch import Tensor
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.checkpointing.format.disk import new_sum
 from fcdp_compile.models.checkpointing.format.record import CheckpointRecord, file_name
-from fcdp_compile.models.files.safetensors_header import (
-    LENGTH_BYTES,
-    Stored,
-    header_bytes,
-    stored_tensors,
-)
+from fcdp_compile.models.files.safetensors_file import Stored, stored_tensors
 
 
 class FileBlock(NamedTuple):
@@ -51,11 +46,9 @@ class DataFiles:
         """Return the tensors of a file, by name."""
         if file not in self._headers:
             size_bytes = self._check_size(file)
-            prefix = bytes(self._bytes(file, 0, min(LENGTH_BYTES, size_bytes)))
-            length = header_bytes(self.path(file), prefix, size_bytes)
-            raw = bytes(self._bytes(file, LENGTH_BYTES, LENGTH_BYTES + length))
-            stored = stored_tensors(self.path(file), raw, size_bytes)
-            self._headers[file] = stored
+            self._headers[file], _ = stored_tensors(
+                self.path(file), size_bytes, lambda a, b: bytes(self._bytes(file, a, b))
+            )
         return self._headers[file]
 
     def find(self, file: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:

@@ -17,6 +17,8 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.checkpointing.format.record import (
     BLOCK_BYTES,
@@ -30,7 +32,7 @@ from fcdp_compile.models.checkpointing.format.record import (
 )
 from fcdp_compile.models.files.aside import written_aside
 from fcdp_compile.models.files.json_records import MAX_FILE_BYTES
-from fcdp_compile.models.files.safetensors_writer import TensorFileWriter, TensorMeta
+from fcdp_compile.models.files.safetensors_file import write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -93,17 +95,15 @@ class Disk:
         self.reached("made data folder")
         self.sync_folder(folder)
 
-    def open_data(
+    def write_data(
         self,
         folder: Path,
-        id: str,
         rank: int,
-        tensors: Mapping[str, TensorMeta],
+        tensors: Mapping[str, Tensor],
         wrote: Callable[[int], object],
-    ) -> tuple[TensorFileWriter, BlockSums]:
-        """Begin a rank's file; wrote: called with the bytes of each piece of tensors."""
+    ) -> DataFile:
+        """Write a rank's file to a data's folder; wrote: called with the bytes of each piece of tensors."""
         sums = BlockSums()
-        path = folder / folder_of(id) / file_name(rank)
 
         def note(piece: memoryview) -> None:
             self.reached("wrote data")
@@ -111,7 +111,10 @@ class Disk:
                 wrote(len(piece))
             sums.add(piece)
 
-        return TensorFileWriter(path, tensors, wrote=note), sums
+        write_tensors(folder / file_name(rank), tensors, wrote=note)
+        self.reached("synced data")
+        self.sync_folder(folder)
+        return sums.file()
 
     def sync_folder(self, folder: Path) -> None:
         """Sync a folder, so that the names in it survive a crash of the machine."""

@@ -13,7 +13,7 @@ from typing import Any
 from fcdp_compile.core.params.layout import Box, Span, Within, boxes
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.files.json_records import LATER, RecordFormat, fail
-from fcdp_compile.models.files.safetensors_writer import DTYPES
+from fcdp_compile.models.files.safetensors_file import DTYPES
 
 RECORD = "checkpoint.json"
 BLOCK_BYTES = 2**22

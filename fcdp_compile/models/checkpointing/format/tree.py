@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.errors import ArgumentError, CheckpointError
-from fcdp_compile.models.files.safetensors_writer import DTYPES
+from fcdp_compile.models.files.safetensors_file import DTYPES, as_bytes
 
 _MARK = "$"
 _EXACT_INT = 2**53  # smaller ones are read exactly by every JSON reader
@@ -95,11 +95,6 @@ def decode(tree: Any, read: TensorReader, name: str) -> Any:
         struct.error,
     ) as error:
         raise CheckpointError(f"value {name!r} is not one that fcdp_compile.save writes") from error
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor as a tensor of one dimension."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def has_state(value: object) -> bool:

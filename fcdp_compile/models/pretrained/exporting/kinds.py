@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.models.files.safetensors_writer import TensorFileWriter, TensorMeta
+from fcdp_compile.models.files.safetensors_file import write_tensors
 from fcdp_compile.models.pretrained.huggingface import (
     as_in_checkpoint,
     base_of,
@@ -199,10 +199,7 @@ def _write_plain(
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
-        metas = {n: TensorMeta(dtype=t.dtype, shape=tuple(t.shape)) for n, t in shard.items()}
-        with TensorFileWriter(folder / file, metas, {"format": "pt"}) as writer:
-            for name, tensor in shard.items():
-                writer.write(name, tensor)
+        write_tensors(folder / file, shard, {"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         size = sum(tensor.nbytes for tensor in state.values())
