@@ -134,11 +134,10 @@ def test_every_rank_gets_its_rows(shape: list[int], before: Ranks, after: Ranks,
             assert read <= parts[file].numel(), "nothing is read twice"
             for piece in pieces:
                 run = parts[file].view(-1)[piece.first :][: torch.Size(piece.shape).numel()]
-                for keep, at in piece.moves:
-                    size = [b - a for a, b in keep]
-                    to = block_of(found, at, size)
+                for box in piece.boxes:
+                    to = block_of(found, box.inside, box.shape)
                     assert to.isnan().all(), "nothing is written twice"
-                    to.copy_(block_of(run.view(piece.shape), [a for a, _ in keep], size))
+                take_boxes(found, run.view(piece.shape), piece.boxes)
         assert torch.equal(found, here.shard)
         again = torch.full_like(found, torch.nan)
         take_boxes(again, whole, wanted)

@@ -139,15 +139,11 @@ class Comparison:
             elif (saved.dtype, saved.shape) != (tensor.dtype, tensor.shape):
                 problems.append(
                     f"{name} is {saved.dtype} {tuple(saved.shape)} in the checkpoint, and here "
-                    f"{tensor.dtype} "
-                    f"{tuple(tensor.shape)}"
+                    f"{tensor.dtype} {tuple(tensor.shape)}"
                 )
         for name, weight in quantised_weights(self._root):
-            (there, _), here = (
-                values.get("meanings", {}).get(name, ("plain", None)),
-                weight.recipe.meaning,
-            )
-            if there != here:
+            there, _ = values.get("meanings", {}).get(name, ("plain", None))
+            if there != (here := weight.recipe.meaning):
                 problems.append(f"model.{name} is {there} in the checkpoint, and here {here}")
         self._raise_problems(problems)
 
@@ -156,15 +152,14 @@ class Comparison:
 
         Raises: CheckpointError for parameters without values.
         """
-        names = {parameter_name(r.spec.name): key for key, r in self._state.records.items()}
-        keys = [names[name] for name in self._left_out]
-        if unset := [k for k in keys if k in self._state.unset.keys]:
+        by_name = {parameter_name(r.spec.name): r for r in self._state.records.values()}
+        records = [by_name[name] for name in self._left_out]
+        if unset := [r.spec.name for r in records if r.spec.key in self._state.unset.keys]:
             raise CheckpointError(
                 f"the checkpoint in {self._folder} was saved with frozen=False, and "
-                f"{self._state.records[unset[0]].spec.name!r} (one of {len(unset)}) has no values yet; "
+                f"{unset[0]!r} (one of {len(unset)}) has no values yet; "
                 "give the frozen parameters their values first, for example with fcdp_compile.load_pretrained"
             )
-        records = [self._state.records[k] for k in keys]
         return [own_mark(self._state, i, r.spec, r.peek()) for i, r in enumerate(records)]
 
     def check_marks(self, parts: Sequence[Sequence[int]]) -> None:
@@ -212,7 +207,7 @@ class Comparison:
         self, values: Mapping[str, Any], differing: Collection[str]
     ) -> Iterator[WantedRows]:
         """Yield the tensors of the optimizer that are cut as their parameters are."""
-        specs = {r.spec.name: r.spec for r in self._state.records.values()}
+        records = self._state.records.by_name
         names = {n for g in values["optimizer.groups"] for n in g["params"]}
         for parameter, of_one in values["optimizer.state"].items():
             if parameter not in names:
@@ -224,7 +219,7 @@ class Comparison:
                     self._check_unmoved(parameter, key, value)
                     continue
                 saved = self._cuts.get(value.name)
-                spec = specs.get(parameter)
+                spec = records[parameter].spec if parameter in records else None
                 if saved is None or spec is None or saved[0].whole_shape != spec.whole_shape:
                     raise CheckpointError(
                         f"{self._folder}: {key!r} of parameter {parameter!r} is not saved in the shape of "

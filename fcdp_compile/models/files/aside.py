@@ -1,7 +1,8 @@
-"""Files that other processes see either whole or not at all."""
+"""Files that other processes see either whole or not at all, and that survive a crash of the machine."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,3 +20,12 @@ def written_aside(path: Path) -> Iterator[Path]:
         with suppress(OSError):  # its parent may not be a folder
             aside.unlink()
         raise
+
+
+def sync(path: Path) -> None:
+    """Sync a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

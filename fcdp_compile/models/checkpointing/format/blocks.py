@@ -58,9 +58,9 @@ class DataFiles:
             self._fail(file, f"has no {name!r} of {dtype} {shape}")
         return stored
 
-    def read(self, file: int, stored: Stored) -> Tensor:
-        """Read a whole tensor into host memory."""
-        return self.read_run(file, stored, 0, stored.shape)
+    def read(self, file: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Read a whole tensor into host memory; it must have the given dtype and shape."""
+        return self.read_run(file, self.find(file, name, dtype, shape), 0, shape)
 
     def read_run(self, file: int, stored: Stored, first: int, shape: tuple[int, ...]) -> Tensor:
         """Read consecutive elements, from `first` on, as a tensor of the given shape."""

@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from fcdp_compile.core.params.layout import Box, ParamLayout
 from fcdp_compile.core.params.registry import ParamSpec
@@ -81,23 +80,17 @@ def _part_of(spec: ParamSpec, index: int) -> PartOf | None:
     return PartOf(shape=spec.whole_shape, dim=within.dim, first=first, rows=rows)
 
 
-class Move(NamedTuple):
-    """A block of a slab: its range in each dimension, and its first index in the wanted tensor."""
-
-    keep: tuple[tuple[int, int], ...]
-    to: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slab:
     """A run of the elements of a file's tensor, and where its blocks go.
 
     first, shape: the first element within the file's tensor, and the shape of the run.
+    boxes: `at` counts in the run, `inside` in the wanted tensor.
     """
 
     first: int
     shape: tuple[int, ...]
-    moves: tuple[Move, ...]
+    boxes: tuple[Box, ...]
 
 
 def slabs(
@@ -109,21 +102,22 @@ def slabs(
     """
     row = math.prod(shape[1:])
     step = max(1, SLAB_BYTES // max(1, row * itemsize))
-    found: dict[tuple[int, tuple[int, ...]], list[Move]] = {}
+    found: dict[tuple[int, tuple[int, ...]], list[Box]] = {}
     for have, want in itertools.product(held, wanted):
-        both = list(zip(have.at, have.shape, want.at, want.shape, strict=True))
+        both = zip(have.at, have.shape, want.at, want.shape, strict=True)
         common = [(max(a, c), min(a + n, c + m)) for a, n, c, m in both]
         if any(a >= b for a, b in common):
             continue
         if not shape:
-            return [Slab(first=0, shape=(), moves=(Move((), ()),))]
-        placed = list(zip(common, have.at, have.inside, want.at, want.inside, strict=True))
-        keep = [(a - at + i, b - at + i) for (a, b), at, i, _, _ in placed]
-        to = [a - at + i for (a, _), _, _, at, i in placed]
+            return [Slab(first=0, shape=(), boxes=(Box((), (), ()),))]
+        firsts, sizes = [a for a, _ in common], [b - a for a, b in common]
+        at, inside = (
+            [a - of + i for a, of, i in zip(firsts, box.at, box.inside, strict=True)]
+            for box in (have, want)
+        )
         # A run is rows of the first dimension with everything that the file has of the other dimensions.
-        first, last = keep[0]
-        for a in range(first, last, step):
-            rows = min(step, last - a)
-            move = Move(((0, rows), *keep[1:]), (to[0] + a - first, *to[1:]))
-            found.setdefault((a * row, (rows, *shape[1:])), []).append(move)
-    return [Slab(first=a, shape=of, moves=tuple(moves)) for (a, of), moves in found.items()]
+        for start in range(0, sizes[0], step):
+            rows = min(step, sizes[0] - start)
+            box = Box((0, *at[1:]), (inside[0] + start, *inside[1:]), (rows, *sizes[1:]))
+            found.setdefault(((at[0] + start) * row, (rows, *shape[1:])), []).append(box)
+    return [Slab(first=a, shape=of, boxes=tuple(boxes)) for (a, of), boxes in found.items()]

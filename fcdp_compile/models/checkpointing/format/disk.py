@@ -30,7 +30,7 @@ from fcdp_compile.models.checkpointing.format.record import (
     folder_of,
     read_record,
 )
-from fcdp_compile.models.files.aside import written_aside
+from fcdp_compile.models.files.aside import sync, written_aside
 from fcdp_compile.models.files.json_records import MAX_FILE_BYTES
 from fcdp_compile.models.files.safetensors_file import write_tensors
 
@@ -118,11 +118,7 @@ class Disk:
 
     def sync_folder(self, folder: Path) -> None:
         """Sync a folder, so that the names in it survive a crash of the machine."""
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(folder)
         self.reached("synced folder")
 
     def put_record(self, folder: Path, record: CheckpointRecord) -> None:

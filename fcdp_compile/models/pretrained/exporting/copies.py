@@ -1,5 +1,11 @@
 """Whole copies of a model's tensors on the ranks that keep them, and twins of the model made from the copies.
 
+    home shards [W/G] on G ranks ── point to point ──▶ the writer [W]; other ranks hold only their own shards
+    home shards or node shards   ── all-gather ──────▶ every rank [W], which only ranks that ask keep
+
+The writer is the first rank of node 0.  To the writer, shards travel through host memory: an all-gather
+on the device would need room for the largest parameter on every GPU, and training may have filled them.
+
 A twin has the model's structure and the original classes, before `shard` replaced them.  Libraries that
 change a model to save or merge it work on a twin with whole tensors.
 """
@@ -7,21 +13,137 @@ change a model to save or merge it work on a twin with whole tensors.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fcdp_compile.core.params.inner_cut import whole_of
+from fcdp_compile.core.params.mesh import Topology, everyone_ranks
+from fcdp_compile.core.params.packing import put_boxes
+from fcdp_compile.core.params.registry import ParamSpec
+from fcdp_compile.core.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.core.sharding.sharded_class import STATE
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.models.pretrained.exporting.whole_values import HOST, WholeValues
+from fcdp_compile.models.files.safetensors_file import as_bytes
 from fcdp_compile.models.pretrained.names import adapter_tensors
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.torch_compat import storage_id
+
+_DOING = "whole parameters on their way to the rank that writes them"
+
+T = TypeVar("T")
+
+
+class WholeValues:
+    """Brings whole parameters to the writer.
+
+    [Note: no early way out] If a rank fails, it remembers its error (`error`) and goes on sending and
+    receiving, if need be anything, because the other ranks wait for its messages.  From time to time all
+    ranks exchange their errors (`together`); after an error, everything that was written is thrown away.
+
+    Uses the group of all ranks, on the Python thread.
+
+    keeps: whether this rank gets the values, which are on `device`.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._ranks = everyone_ranks(topology)
+        self._here = (topology.node, topology.place, topology.number % topology.sharers)
+        self.keeps = topology.number == 0
+        self.device = torch.device("cpu")
+        self.error: Exception | None = None
+
+    def attempt(self, act: Callable[[], T]) -> T | None:
+        """Call `act`, unless this rank has failed before ([Note: no early way out])."""
+        if self.error is None:
+            try:
+                return act()
+            except Exception as error:  # any error must reach all ranks
+                self.error = error
+        return None
+
+    def check(self) -> None:
+        """Raise the error that this rank has remembered; for `together`."""
+        if self.error is not None:
+            raise self.error
+
+    def whole(self, record: ParamRecord) -> Tensor | None:
+        """Return a parameter in its home dtype on the writer's CPU, else None; all ranks must call it.
+
+        Shapes: this rank's part `spec.local_shape`, the result `spec.whole_shape`.
+        """
+        spec = record.spec
+        whole = self.attempt(lambda: _empty(spec.whole_shape, spec)) if self.keeps else None
+        for node, place, index in _owners(spec):
+            owner, part = (node, place, index), None
+            if owner == self._here:
+                part = self.attempt(lambda: record.peek().cpu())
+            elif not self.keeps:
+                continue
+            if part is None:
+                part = _empty(spec.part_layout(index).local_shape(node, place), spec)
+            self._move(part, owner)
+            if whole is not None:
+                put_boxes(part, whole, spec.boxes(*owner))
+        return whole
+
+    def _move(self, part: Tensor, owner: tuple[int, int, int]) -> None:
+        """Send a home shard to the writer, or receive it there, unless the writer owns it."""
+        if not part.numel() or (self.keeps and owner == self._here):
+            return
+        everyone = self._topology.everyone
+        with naming_lost_ranks(everyone, _DOING):  # as bytes: Gloo knows few dtypes
+            if self.keeps:
+                dist.recv(as_bytes(part), group=everyone, group_src=self._ranks[owner])
+            else:
+                dist.send(as_bytes(part), group=everyone, group_dst=self._ranks[0, 0, 0])
+
+
+class GatheredValues(WholeValues):
+    """Brings whole parameters to the device of every rank that asks.
+
+    A parameter crosses between nodes only if the cache has no valid copy of it.  Uses the lanes' groups.
+    """
+
+    def __init__(self, state: ShardedModel, *, keeps: bool) -> None:
+        super().__init__(state.topology)
+        self._state = state
+        self.keeps = keeps
+        self.device = state.device.torch
+
+    def whole(self, record: ParamRecord) -> Tensor | None:
+        """Return a parameter in its home dtype, in new memory, on ranks that ask; all ranks must call it.
+
+        Raises: PlanMismatchError on every rank if ranks are about to do different things.
+        """
+        spec, shard = record.spec, record.peek().to(self.device)
+        part = self._state.outside.read(spec.key, shard, spec.home_dtype)
+        with naming_lost_ranks(self._topology.everyone, _DOING):
+            found = whole_of(part, spec.inner, self._topology.tp)
+        return found if self.keeps else None
+
+
+def _owners(spec: ParamSpec) -> Iterable[tuple[int, int, int]]:
+    """The node, place and number in the "tp" group of the ranks whose home shards make a parameter, once.
+
+    If every rank, or every node, has a copy of its own, the writer needs no other copy.
+    """
+    layout, inner = spec.layout, spec.inner
+    sharers = 1 if inner is None or inner.dim is None else inner.ranks
+    nodes, places = (1, 1) if layout.dim is None else (layout.nodes, layout.ranks_per_node)
+    return itertools.product(range(nodes), range(places), range(sharers))
+
+
+def _empty(shape: tuple[int, ...], spec: ParamSpec) -> Tensor:
+    return torch.empty(shape, dtype=spec.home_dtype, device="cpu")
 
 
 class ModelTensors:
@@ -32,10 +154,9 @@ class ModelTensors:
 
     def __init__(self, root: nn.Module, state: ShardedModel | None) -> None:
         self._root = root
-        self._tensors = dict(chain(root.named_parameters(), root.named_buffers()))
+        self._tensors = dict([*root.named_parameters(), *root.named_buffers()])
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
-        records = {} if state is None else state.records
-        by_place = {id(place): r for r in records.values() for place in r.places()}
+        by_place = {} if state is None else state.records.by_parameter()
         self._records = {n: by_place[id(t)] for n, t in self._tensors.items() if id(t) in by_place}
         self._whole: dict[int, Tensor] = {}
         self._names_on_meta: dict[int, str] = {}
@@ -78,7 +199,8 @@ class ModelTensors:
             if whole is not None:
                 self._whole[id(tensor)] = whole
         elif values.keeps:
-            values.attempt(lambda: self._whole.update({id(tensor): _copy(tensor, values.device)}))
+            made = values.attempt(lambda: _copy(tensor, values.device))
+            self._whole |= {} if made is None else {id(tensor): made}
 
     def forget(self) -> None:
         """Forget all tensors that were fetched."""
@@ -116,7 +238,7 @@ class ModelTensors:
         return meta
 
 
-def _copy(tensor: Tensor, device: torch.device = HOST) -> Tensor:
+def _copy(tensor: Tensor, device: torch.device | str = "cpu") -> Tensor:
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 

@@ -43,9 +43,9 @@ from fcdp_compile.core.sharding.folder_argument import refuse_nameless, refuse_s
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.core.sharding.sharded_class import STATE
 from fcdp_compile.errors import ArgumentError, FcdpError
-from fcdp_compile.models.pretrained.exporting.copies import ModelTensors
+from fcdp_compile.models.files.aside import sync
+from fcdp_compile.models.pretrained.exporting.copies import ModelTensors, WholeValues
 from fcdp_compile.models.pretrained.exporting.kinds import Saver, kind_of
-from fcdp_compile.models.pretrained.exporting.whole_values import WholeValues
 from fcdp_compile.models.pretrained.huggingface import is_library_save, is_transformers_model
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
@@ -307,12 +307,12 @@ class Aside:
         """Sync the files and move them to their folder."""
         folders = [*sorted(p for p in self.path.rglob("*") if p.is_dir()), self.path]
         for path in sorted(p for p in self.path.rglob("*") if p.is_file()):
-            _sync(path)
+            sync(path)
         for path in folders:
-            _sync(path)
+            sync(path)
         if self.path.parent != self.folder:
             self.path.rename(self.folder)
-            _sync(self.folder.parent)
+            sync(self.folder.parent)
             return
         for path in folders:
             _move(
@@ -320,15 +320,6 @@ class Aside:
                 self.folder / path.relative_to(self.path),
             )
         self.discard()
-
-
-def _sync(path: Path) -> None:
-    """Sync a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _move(files: list[Path], folder: Path) -> None:
@@ -341,9 +332,9 @@ def _move(files: list[Path], folder: Path) -> None:
         for path in before:
             if pattern.fullmatch(path.name):
                 path.unlink()
-        _sync(folder)
+        sync(folder)
     for path in sorted(files, key=lambda p: p in entries):
         if path in entries:
-            _sync(folder)
+            sync(folder)
         path.rename(folder / path.name)
-    _sync(folder)
+    sync(folder)
