@@ -19,10 +19,9 @@ from fcdp_compile.core.params.layout import Box
 from fcdp_compile.core.params.packing import block_of, rows_of, take_boxes
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import Home, fit_strategy, param_spec
-from fcdp_compile.models.checkpointing.format import cuts
-from fcdp_compile.models.checkpointing.format.cuts import cut, slabs
-from fcdp_compile.models.checkpointing.format.marks import mark_of, mark_of_all
-from fcdp_compile.models.checkpointing.format.record import CutTensor, _are_one
+from fcdp_compile.models.checkpointing.contents import mark_of, mark_of_all
+from fcdp_compile.models.checkpointing.format import record
+from fcdp_compile.models.checkpointing.format.record import CutTensor, _are_one, cut, slabs
 from fcdp_compile.strategy import Strategy
 
 strategies = st.sampled_from(["zero3", "fcdp", "mics", "ddp"])
@@ -123,7 +122,7 @@ def test_every_rank_gets_its_rows(shape: list[int], before: Ranks, after: Ranks,
     saved, parts = written(whole, before, places(whole, before))
     assert sum(p.numel() for p in parts.values()) == whole.numel(), "each element once"
     patch = pytest.MonkeyPatch()
-    patch.setattr(cuts, "SLAB_BYTES", slab)
+    patch.setattr(record, "SLAB_BYTES", slab)
     for here in places(whole, after):
         found = torch.full(here.spec.local_shape, torch.nan)
         wanted = here.spec.boxes(here.home.node, here.home.place)

@@ -14,7 +14,7 @@ from checkpointing.small import Net, data_file
 from fcdp_compile.core.params.layout import ParamLayout, boxes
 from fcdp_compile.core.params.packing import rows_of
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.models.checkpointing.format.marks import mark_of, mark_of_all
+from fcdp_compile.models.checkpointing.contents import mark_of, mark_of_all
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool]
 OLD_MARKS = [7820990369907839592, 6157030672267642097, 2281759340554177430]

@@ -11,7 +11,7 @@ import pytest
 
 from fcdp_compile import extras
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.models.checkpointing.progress import need_bar
+from fcdp_compile.models.checkpointing.saving import need_bar
 from fcdp_compile.tools.planner.ranking_table import check_plot
 from fcdp_compile.tools.planner.source import ModelOptions, find_source
 

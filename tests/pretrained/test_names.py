@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.models.pretrained.names import Role, entries_of
+from fcdp_compile.models.pretrained.huggingface import Role, entries_of
 from tests.distributed.models import llama
 
 PREFIX = "base_model.model."

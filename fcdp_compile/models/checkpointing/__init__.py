@@ -8,10 +8,9 @@
 [Note: whose format] torch.distributed.checkpoint (DCP) plans and reshards too.  But its index is a pickle,
 which is unsafe to load.  Its Hugging Face storage has neither checksums nor a moment at which a checkpoint
 becomes the new one, and it writes values into the model while it still reads.  The rest of DCP's work,
-finding the rows that two layouts share, is a few lines of arithmetic: `cuts`.  Many tools open safetensors.
+finding the rows that two layouts share, is a few lines of arithmetic: `record`.  Many tools open safetensors.
 
-Modules: `tree` values as JSON · `record` checkpoint.json · `contents` everything to save · `disk` files,
-in an order that survives being killed · `saving` with the protocol between ranks · `blocks` reads that are
-verified · `cuts` which rows a rank writes and needs · `comparing` · `loading` · `optimizers` both
-ways.
+Modules: `tree` values as JSON · `record` checkpoint.json, and which rows a rank writes and needs · `contents`
+everything to save · `disk` files, written in an order that survives a kill, and verified when they are read ·
+`saving` with the protocol between ranks · `comparing` · `loading` · `optimizers` both ways.
 """

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from fcdp_compile.core.params.layout import Box
@@ -15,17 +15,17 @@ from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.checkpointing.contents import (
     JobObjects,
     extra_states,
+    mark_of_all,
     own_mark,
     parameter_name,
     parameter_names,
     plain_tensors,
 )
-from fcdp_compile.models.checkpointing.format.cuts import cut
-from fcdp_compile.models.checkpointing.format.marks import mark_of_all
 from fcdp_compile.models.checkpointing.format.record import (
     TORCH_DTYPES,
     CheckpointRecord,
     CutTensor,
+    cut,
 )
 from fcdp_compile.models.checkpointing.format.tree import TensorReference, has_state
 from fcdp_compile.models.checkpointing.optimizers import check_groups, class_of
@@ -33,23 +33,14 @@ from fcdp_compile.models.quantised.weight import quantised_weights
 from fcdp_compile.runtime.model import ShardedModel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedRows:
+class WantedRows(NamedTuple):
     """A cut tensor, saved in parts, and the blocks of the whole that this rank needs."""
 
+    name: str
+    dtype: torch.dtype
     tensors: list[CutTensor]
     spec: ParamSpec
     boxes: list[Box]
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-        return self.tensors[0].name
-
-    @property
-    def dtype(self) -> str:
-        """The tensor's dtype, by torch's name."""
-        return self.tensors[0].dtype
 
 
 class Comparison:
@@ -109,11 +100,8 @@ class Comparison:
         problems += [f"{n} is not in the model" for n in sorted(there - here)]
         for name in sorted(here & there):
             if (name in model) != (name in self._cuts or name in self._left_out):
-                where = (
-                    "the model but not in the checkpoint"
-                    if name in model
-                    else "the checkpoint but not in the model"
-                )
+                one, other = ("model", "checkpoint")[:: 1 if name in model else -1]
+                where = f"the {one} but not in the {other}"
                 problems.append(f"{name} is sharded in {where}; ignore it in both or in neither")
             elif name in model:
                 now = (model[name].whole_shape, model[name].home_dtype)
@@ -253,8 +241,8 @@ class Comparison:
 
     def _target(self, spec: ParamSpec, name: str) -> WantedRows:
         home = self._state.topology.home(spec.strategy.home)
-        boxes = spec.boxes(home.node, home.place)
-        return WantedRows(tensors=self._cuts[name], spec=spec, boxes=boxes)
+        tensors, boxes = self._cuts[name], spec.boxes(home.node, home.place)
+        return WantedRows(name, TORCH_DTYPES[tensors[0].dtype], tensors, spec, boxes)
 
 
 def told(layout: tuple[int, int, int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fcdp_compile.core.params.layout import Box
+from fcdp_compile.core.params.packing import block_of
 from fcdp_compile.core.params.registry import ParamSpec
+from fcdp_compile.core.params.seals.fingerprint import mixed
 from fcdp_compile.devices import Device, device_of
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.models.checkpointing.format.cuts import cut
-from fcdp_compile.models.checkpointing.format.marks import mark_of
-from fcdp_compile.models.checkpointing.format.record import CutTensor, LeftOut
+from fcdp_compile.models.checkpointing.format.record import CutTensor, LeftOut, cut
 from fcdp_compile.models.checkpointing.format.tree import Encoded, encode
-from fcdp_compile.models.checkpointing.optimizers import class_of, parts_of
+from fcdp_compile.models.checkpointing.optimizers import Moment, parts_of
 from fcdp_compile.models.quantised.weight import quantised_weights
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.runtime.parameters.record import ParamRecord
 
 _ALIGNED = 64
 """Bytes: copies start at multiples of it, so any dtype can view them."""
@@ -107,40 +107,29 @@ def contents_of(
 
     Raises: CheckpointError for anything that cannot be saved, naming it.
     """
+    moments: list[Moment] = []
+    left_out = []
+    for index, record in enumerate(state.records.values()):
+        spec, local, name = record.spec, record.peek(), parameter_name(record.spec.name)
+        if frozen or record.parameter().requires_grad:
+            moments.append(Moment(name=name, spec=spec, local=local))
+        else:
+            shape, mark = spec.whole_shape, own_mark(state, index, spec, local)
+            left_out.append(LeftOut(name=name, dtype=_dtype(local), shape=shape, mark=mark))
     whole = plain_tensors(root, state)
-    specs = {r.spec.name: r.spec for r in state.records.values()}
-    locals_: list[tuple[str, ParamSpec, Tensor]] = [
-        (parameter_name(r.spec.name), r.spec, r.peek())
-        for r in state.records.values()
-        if frozen or r.parameter().requires_grad
-    ]
-    left_out = [
-        _left_out(state, index, r)
-        for index, r in enumerate(state.records.values())
-        if not (frozen or r.parameter().requires_grad)
-    ]
     values: dict[str, Any] = {name: tensor.detach() for name, tensor in whole.items()}
     values |= {name: module.get_extra_state() for name, module in extra_states(root)}
     values["meanings"] = {name: weight.meaning for name, weight in quantised_weights(root)}
     if job.optimizer is not None:
-        optimizer = parts_of(job.optimizer, parameter_names(root, state), specs)
-        locals_ += [(m.name, m.spec, m.local) for m in optimizer.moments]
-        values["optimizer.class"] = class_of(job.optimizer)
-        values["optimizer.groups"] = optimizer.groups
-        values["optimizer.state"] = optimizer.state
-        values["optimizer.others"] = optimizer.others
+        specs = {r.spec.name: r.spec for r in state.records.values()}
+        parts, of_optimizer = parts_of(job.optimizer, parameter_names(root, state), specs)
+        values |= parts
+        moments += of_optimizer
     for name, owner in (("scheduler", job.scheduler), ("scaler", job.scaler)):
         if owner is not None:
             values[name] = owner.state_dict()
     values |= {"step": step, "extra": job.extra, "rng": rng_state(state.device.torch)}
-    return _cut_and_encoded(state, locals_, left_out, values, copies)
-
-
-def _left_out(state: ShardedModel, index: int, record: ParamRecord) -> LeftOut:
-    spec, local = record.spec, record.peek()
-    name, dtype = parameter_name(spec.name), str(local.dtype).removeprefix("torch.")
-    mark = own_mark(state, index, spec, local)
-    return LeftOut(name=name, dtype=dtype, shape=spec.whole_shape, mark=mark)
+    return _cut_and_encoded(state, moments, left_out, values, copies)
 
 
 def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) -> int:
@@ -155,7 +144,7 @@ def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) ->
 
 def _cut_and_encoded(
     state: ShardedModel,
-    locals_: list[tuple[str, ParamSpec, Tensor]],
+    moments: list[Moment],
     left_out: list[LeftOut],
     values: dict[str, Any],
     copies: HostCopies | None,
@@ -163,18 +152,22 @@ def _cut_and_encoded(
     mesh, sharers = state.topology.position, state.topology.sharers
     tensors: list[CutTensor] = []
     parts = {}
-    for index, (name, spec, local) in enumerate(locals_):
-        if tuple(local.shape) != spec.local_shape:
-            raise CheckpointError(f"{name} is {tuple(local.shape)} here, not {spec.local_shape}")
-        dtype = str(local.dtype).removeprefix("torch.")
-        made = cut(name, dtype, spec, mesh, sharers, index)
+    for index, one in enumerate(moments):
+        name, spec, shape = one.name, one.spec, tuple(one.local.shape)
+        if shape != spec.local_shape:
+            raise CheckpointError(f"{name} is {shape} here, not {spec.local_shape}")
+        made = cut(name, _dtype(one.local), spec, mesh, sharers, index)
         tensors += made
         if any(state.topology.number in tensor.files for tensor in made):
-            parts[name] = local
+            parts[name] = one.local
     if copies is not None:
         parts = copies.of(parts)
     encoded = {n: encode(value, n, copy=copies is not None) for n, value in values.items()}
     return JobContents(tensors=tensors, left_out=left_out, parts=parts, values=encoded)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def parameter_name(name: str) -> str:
@@ -240,3 +233,46 @@ def set_rng_state(saved: dict[str, Any], device: torch.device) -> None:
     python = saved["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     np.random.set_state(saved["numpy"])
+
+
+# --- marks ------------------------------------------------------------------------------------------------
+#
+# A mark of a parameter's values does not depend on the layout: it is the sum of one hash per element.  Ranks
+# add up their own rows; the sum of the ranks' sums is the mark of the whole parameter.
+
+_BLOCK_ELEMENTS = 2**18  # so that a block stays in a core's cache
+_GOLDEN = -7046029254386353131  # 2**64 over the golden ratio, odd
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def mark_of(part: Tensor, whole_shape: Sequence[int], boxes: Iterable[Box]) -> int:
+    """Return what a part of a parameter contributes to the mark; between 0 and 2**63.
+
+    whole_shape: of the parameter.  boxes: where the part's elements are in it.
+    A changed bit changes the hash of its element.  Each element is hashed with its place in the whole
+    parameter, so exchanged elements change the mark too.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    for box in boxes:
+        block = block_of(part.detach(), box.inside, box.shape).contiguous()
+        flat = block.view(-1).view(_WORDS[part.element_size()])
+        for begin in range(0, flat.numel(), _BLOCK_ELEMENTS):
+            words = flat[begin : begin + _BLOCK_ELEMENTS].to(torch.int64)
+            here = torch.arange(begin, begin + len(words), device=part.device)
+            total += mixed(mixed(_places(here, whole_shape, box) * _GOLDEN) ^ words).sum()
+    return int(total) & (2**63 - 1)
+
+
+def mark_of_all(parts: Iterable[int]) -> int:
+    """Return the mark of a parameter from its ranks' parts."""
+    return sum(parts) & (2**63 - 1)
+
+
+def _places(here: Tensor, whole_shape: Sequence[int], box: Box) -> Tensor:
+    """Return the places in the whole parameter of the elements at places `here` of a block."""
+    places, stride = torch.zeros_like(here), 1
+    for size, at, count in reversed(list(zip(whole_shape, box.at, box.shape, strict=True))):
+        places += (here % count + at) * stride
+        here = here // count
+        stride *= size
+    return places

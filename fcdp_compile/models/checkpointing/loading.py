@@ -39,13 +39,11 @@ from fcdp_compile.models.checkpointing.contents import (
     plain_tensors,
     set_rng_state,
 )
-from fcdp_compile.models.checkpointing.format.blocks import DataFiles
-from fcdp_compile.models.checkpointing.format.cuts import Slab, slabs
-from fcdp_compile.models.checkpointing.format.record import TORCH_DTYPES, read_record
+from fcdp_compile.models.checkpointing.format.disk import DataFiles
+from fcdp_compile.models.checkpointing.format.record import TORCH_DTYPES, Slab, read_record, slabs
 from fcdp_compile.models.checkpointing.format.tree import TensorReference, decode
 from fcdp_compile.models.checkpointing.optimizers import put_back
-from fcdp_compile.models.checkpointing.progress import bar, need_bar
-from fcdp_compile.models.checkpointing.saving import end_of_saves, refuse_whole
+from fcdp_compile.models.checkpointing.saving import bar, end_of_saves, need_bar, refuse_whole
 from fcdp_compile.models.files.safetensors_file import Stored
 from fcdp_compile.models.quantised.weight import quantised_weights
 from fcdp_compile.runtime.model import ShardedModel
@@ -175,10 +173,9 @@ class _Load:
         self.blocks = files.blocks(read.run for read in self.reads)
 
     def _reads_of(self, target: WantedRows) -> Iterator[SlabRead]:
-        dtype = TORCH_DTYPES[target.dtype]
         for file, shape, held in (part for tensor in target.tensors for part in tensor.held):
-            if found := slabs(shape, held, target.boxes, dtype.itemsize):
-                stored = self.files.find(file, target.name, dtype, shape)
+            if found := slabs(shape, held, target.boxes, target.dtype.itemsize):
+                stored = self.files.find(file, target.name, target.dtype, shape)
                 yield from (SlabRead(file, stored, slab) for slab in found)
 
     @property
@@ -235,7 +232,7 @@ class _Load:
         moments = {
             t.name: torch.empty(
                 t.spec.local_shape,
-                dtype=TORCH_DTYPES[t.dtype],
+                dtype=t.dtype,
                 device=device if t.spec.computes_on is None else "cpu",
             )
             for t in self.targets

@@ -28,33 +28,23 @@ from fcdp_compile.torch_compat import is_wrapper_subclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """This rank's rows of a tensor of the optimizer that is cut as its parameter is."""
+    """This rank's rows of a parameter, or of a tensor of the optimizer that is cut as its parameter is."""
 
     name: str
     spec: ParamSpec
     local: Tensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerParts:
-    """An optimizer's state dict, by names of parameters.
-
-    groups: the parameter groups, with names in place of parameters.  state: the state by parameter and key,
-    with a TensorReference in place of each moment.  others: the rest of the state dict.
-    """
-
-    groups: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
-    others: dict[str, Any]
-    moments: list[Moment]
-
-
 def parts_of(
     optimizer: Optimizer, names: Mapping[int, str], specs: Mapping[str, ParamSpec]
-) -> OptimizerParts:
-    """Take an optimizer apart.
+) -> tuple[dict[str, Any], list[Moment]]:
+    """Take an optimizer's state dict apart, by names of parameters.
 
     names: of the model's parameters, by id.  specs: of its sharded parameters, by name.
+
+    Returns the moments, and these values: "optimizer.class"; "optimizer.groups", the parameter groups with
+    names in place of parameters; "optimizer.state", the state by parameter and key, with a TensorReference in
+    place of each moment; "optimizer.others", the rest of the state dict.
 
     Raises: CheckpointError if the optimizer has a parameter that is not the model's, or a tensor that is cut
     in another way than its parameter.
@@ -83,16 +73,14 @@ def parts_of(
     others = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
     if of_none := {k: v for k, v in whole["state"].items() if k not in by_index}:
         others["state"] = of_none
-    return OptimizerParts(groups=groups, state=state, others=others, moments=moments)
+    parts = {"class": class_of(optimizer), "groups": groups, "state": state, "others": others}
+    return {f"optimizer.{name}": part for name, part in parts.items()}, moments
 
 
 def class_of(optimizer: Optimizer) -> str:
     """The name of an optimizer's class, without a wrapper such as Accelerate's or `offload`'s."""
-    inner = (
-        optimizer.inner
-        if isinstance(optimizer, Offloaded)
-        else getattr(optimizer, "optimizer", None)
-    )
+    is_ours = isinstance(optimizer, Offloaded)
+    inner = getattr(optimizer, "inner" if is_ours else "optimizer", None)
     return class_of(inner) if isinstance(inner, Optimizer) else type(optimizer).__qualname__
 
 
@@ -177,9 +165,8 @@ def check_groups(
             gone = sorted(set(other["params"]) - set(now))[:3]
             raise CheckpointError(
                 f"group {i} of the optimizer has other parameters than the checkpoint's: it has "
-                f"{more or 'none'} in addition, and lacks {gone or 'none'}; build it with the same "
-                "groups, and "
-                "with the same parameters frozen, as when it was saved"
+                f"{more or 'none'} in addition, and lacks {gone or 'none'}; build it with the same groups, "
+                "and with the same parameters frozen, as when it was saved"
             )
 
 

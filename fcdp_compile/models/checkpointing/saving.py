@@ -15,7 +15,8 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,14 +32,15 @@ from fcdp_compile.core.sharding.folder_argument import refuse_nameless, refuse_s
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.devices import Device
 from fcdp_compile.errors import CheckpointError
+from fcdp_compile.extras import require
 from fcdp_compile.models.checkpointing.contents import (
     HostCopies,
     JobContents,
     JobObjects,
     contents_of,
+    mark_of_all,
 )
 from fcdp_compile.models.checkpointing.format.disk import Disk
-from fcdp_compile.models.checkpointing.format.marks import mark_of_all
 from fcdp_compile.models.checkpointing.format.record import (
     BLOCK_BYTES,
     CheckpointRecord,
@@ -48,7 +50,6 @@ from fcdp_compile.models.checkpointing.format.record import (
     folder_of,
     seal,
 )
-from fcdp_compile.models.checkpointing.progress import bar, need_bar
 from fcdp_compile.models.files.text_diff import text_diff
 from fcdp_compile.runtime.model import ShardedModel
 
@@ -219,13 +220,14 @@ def save_on(
         refuse_whole(state)
         copies = saver.copies if asynchronous else None
         found.append(contents_of(state, root, job, step, copies, frozen=frozen))
-        return digest_of(_lines(found[0], step, asynchronous=asynchronous))
+        text = _text(found[0], step, asynchronous=asynchronous)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     everyone = state.topology.everyone
     digests = together(everyone, look, CheckpointError, f"saving to {path}")
     (contents,) = found
     if first_other(digests):
-        _raise_difference(state, _lines(contents, step, asynchronous=asynchronous))
+        _raise_difference(state, _text(contents, step, asynchronous=asynchronous))
     pending = PendingSave()
     topology = state.topology
     group = saver.group(topology) if asynchronous else everyone
@@ -240,17 +242,12 @@ def save_on(
     return pending
 
 
-def digest_of(lines: list[str]) -> str:
-    """Return a digest that is equal on ranks with equal lines."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+def _text(contents: JobContents, step: int | None, *, asynchronous: bool) -> str:
+    return "\n".join([f"save, {asynchronous=}, {step=}", *contents.description()])
 
 
-def _lines(contents: JobContents, step: int | None, *, asynchronous: bool) -> list[str]:
-    return [f"save, {asynchronous=}, {step=}", *contents.description()]
-
-
-def _raise_difference(state: ShardedModel, lines: list[str]) -> None:
-    texts = state.collectives.exchange_texts("\n".join(lines), state.topology.everyone)
+def _raise_difference(state: ShardedModel, text: str) -> None:
+    texts = state.collectives.exchange_texts(text, state.topology.everyone)
     other = first_other(texts)
     assert other is not None, "the digests of the texts differ"
     names = ("rank 0", f"rank {other}")
@@ -305,42 +302,38 @@ class _Write:
     disk: Disk
     progress: bool
 
-    @property
-    def _rank(self) -> int:
-        return self.topology.number
-
     def run(self) -> None:
         """_Write, with all ranks of the group.
 
         Raises: CheckpointError on every rank if one fails; the folder then still has its previous checkpoint.
         """
-        new = self._step(self._begin)[0]
+        new = self._step(lambda: self._begin() if self._is_first else "")[0]
         try:
             digests = self._step(lambda: self._look(new))
             names = list(self.contents.values)
             alike = {n for i, n in enumerate(names) if len({d[i] for d in digests}) == 1}
             written = self._step(lambda: self._write(new, alike))
-            self._step(lambda: self._decide(new, written))
+            self._step(lambda: self._decide(new, written) if self._is_first else None)
         except BaseException:
-            if self._rank == 0:
+            if self._is_first:
                 self.disk.take_back(self.folder, new)
             raise
         # All ranks wait for the sweep, so that the folder holds one checkpoint when `run` returns.
-        self._step(self._sweep)
+        self._step(lambda: self.disk.sweep(self.folder) if self._is_first else None)
+
+    @property
+    def _is_first(self) -> bool:
+        return self.topology.number == 0
 
     def _step(self, act: Callable[[], T]) -> list[T]:
         """Call `act` on every rank; return the results in the mesh's order, which may not be the group's."""
         doing = f"saving to {self.folder}"
-        everyone = together(self.group, lambda: (self._rank, act()), CheckpointError, doing)
+        everyone = together(
+            self.group, lambda: (self.topology.number, act()), CheckpointError, doing
+        )
         return [value for _, value in sorted(everyone, key=lambda given: given[0])]
 
-    def _sweep(self) -> None:
-        if self._rank == 0:
-            self.disk.sweep(self.folder)
-
     def _begin(self) -> str:
-        if self._rank != 0:
-            return ""
         new = secrets.token_hex(8)
         try:
             self.disk.make_folders(self.folder, new)
@@ -358,19 +351,20 @@ class _Write:
         return [value.digest() for value in self.contents.values.values()]
 
     def _write(self, id: str, alike: set[str]) -> _Written:
+        rank = self.topology.number
         mine = [
-            SavedValue(name=name, rank=None if name in alike else self._rank, tree=value.tree)
+            SavedValue(name=name, rank=None if name in alike else rank, tree=value.tree)
             for name, value in self.contents.values.items()
-            if self._rank == 0 or name not in alike
+            if self._is_first or name not in alike
         ]
         tensors = dict(self.contents.parts)
         for value in mine:
             tensors |= self.contents.values[value.name].tensors
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        folder, shown = self.folder / folder_of(id), self.progress and self._rank == 0
+        folder, shown = self.folder / folder_of(id), self.progress and self._is_first
         try:
             with bar("saving", total_bytes, shown=shown) as update:
-                file = self.disk.write_data(folder, self._rank, tensors, update)
+                file = self.disk.write_data(folder, rank, tensors, update)
         except OSError as error:
             raise CheckpointError(
                 f"cannot write {folder}: {error.strerror}; {self.folder} has the checkpoint that it had"
@@ -378,8 +372,6 @@ class _Write:
         return _Written(file=file, left_out=self.contents.left_out, values=mine)
 
     def _decide(self, id: str, written: list[_Written]) -> None:
-        if self._rank != 0:
-            return
         record = CheckpointRecord(
             checksum="",
             id=id,
@@ -399,3 +391,26 @@ class _Write:
             self.disk.put_record(self.folder, seal(record))
         except OSError as error:
             raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}") from error
+
+
+# --- progress ---------------------------------------------------------------------------------------------
+
+
+def need_bar(*, shown: bool) -> None:
+    """Make sure that a bar can be shown, if one is to be.
+
+    Raises: MissingExtraError if tqdm is not installed.
+    """
+    if shown:
+        require("tqdm", "progress=True")
+
+
+@contextmanager
+def bar(text: str, total_bytes: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show a bar on stderr until the block ends, if `shown`; yields what counts more bytes."""
+    if not shown:
+        yield lambda count: None
+        return
+    tqdm = require("tqdm", "progress=True").tqdm
+    with tqdm(desc=text, total=total_bytes, unit="B", unit_scale=True, unit_divisor=1024) as made:
+        yield made.update

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,15 +80,15 @@ class _Build:
             for inner in _inside_out(module):
                 if inner not in self._initialised:
                     self._initialised.add(inner)
-                    self._add(
-                        inner, f"{type(module).__name__}._init_weights", _bound(module, inner)
-                    )
+                    initialise: Any = module._init_weights
+                    what = f"{type(module).__name__}._init_weights"
+                    self._add(inner, what, partial(initialise, inner))
 
     def _construct(self, module: nn.Module) -> None:
         """Add the method by which the module's constructor sets its parameters, under its usual names."""
         for name in ("reset_parameters", "_reset_parameters"):
             method = getattr(type(module), name, None)
-            if method is not None and _takes(method, module):
+            if method is not None and _takes_only_self(method):
                 self._add(module, f"{type(module).__name__}.{name}", getattr(module, name))
                 return
 
@@ -103,9 +104,8 @@ class _Build:
         for module in root.modules():
             if _keeps_copies(module):
                 for copy in module.modules_to_save.children():  # type: ignore[union-attr]  # a ModuleDict
-                    self._add(
-                        module, "the copy to be saved", _copying(module.original_module, copy)
-                    )
+                    act = partial(_copy, copy, module.original_module)
+                    self._add(module, "the copy to be saved", act)
 
     def _add_adapter(self, layer: nn.Module, adapter: str) -> None:
         of: Any = layer
@@ -114,30 +114,26 @@ class _Build:
             if isinstance(container, nn.ModuleDict) and adapter in container:
                 self._build(container[adapter])
         if hasattr(kind, "reset_lora_parameters"):
-            how = self._how_lora_starts(layer, adapter)
-            self._add(
-                layer,
-                f"{kind.__name__}.reset_lora_parameters",
-                lambda: of.reset_lora_parameters(adapter, how),
+            start = partial(
+                of.reset_lora_parameters, adapter, self._how_lora_starts(layer, adapter)
             )
+            self._add(layer, f"{kind.__name__}.reset_lora_parameters", start)
             magnitudes = getattr(of, "lora_magnitude_vector", {})
             if adapter in magnitudes and adapter in of.lora_A:
-                self._add(
-                    magnitudes[adapter],
-                    f"{type(magnitudes[adapter]).__name__}.update_layer",
-                    lambda: magnitudes[adapter].update_layer(
+                magnitude = magnitudes[adapter]
+
+                def update() -> None:
+                    magnitude.update_layer(
                         base_layer=of.get_base_layer(),
                         lora_A=of.lora_A[adapter].weight,
                         lora_B=of.lora_B[adapter].weight,
                         scaling=of.scaling[adapter],
-                    ),
-                )
+                    )
+
+                self._add(magnitude, f"{type(magnitude).__name__}.update_layer", update)
         elif hasattr(kind, "reset_ia3_parameters"):
-            self._add(
-                layer,
-                f"{kind.__name__}.reset_ia3_parameters",
-                lambda: of.reset_ia3_parameters(adapter),
-            )
+            start = partial(of.reset_ia3_parameters, adapter)
+            self._add(layer, f"{kind.__name__}.reset_ia3_parameters", start)
 
     def _how_lora_starts(self, layer: nn.Module, adapter: str) -> bool | str:
         config = self._configs.get(adapter)
@@ -170,11 +166,6 @@ def _is_pretrained(module: nn.Module) -> bool:
     return all(callable(getattr(type(module), n, None)) for n in ("_init_weights", "post_init"))
 
 
-def _bound(model: nn.Module, inner: nn.Module) -> Callable[[], object]:
-    initialise: Any = model._init_weights
-    return lambda: initialise(inner)
-
-
 def _is_adapted(module: nn.Module) -> bool:
     """Whether a module is a layer of PEFT: a base layer and, in dictionaries by adapter, its adapters."""
     return hasattr(type(module), "adapter_layer_names") and "base_layer" in module._modules
@@ -187,11 +178,8 @@ def _containers(layer: nn.Module) -> list[nn.Module]:
 
 
 def _adapters(layer: nn.Module) -> list[str]:
-    found: dict[str, None] = {}
-    for container in _containers(layer):
-        if isinstance(container, nn.ModuleDict | nn.ParameterDict):
-            found |= dict.fromkeys(container.keys())
-    return list(found)
+    dicts = [c for c in _containers(layer) if isinstance(c, nn.ModuleDict | nn.ParameterDict)]
+    return list(dict.fromkeys(name for container in dicts for name in container))
 
 
 def _keeps_copies(module: nn.Module) -> bool:
@@ -201,13 +189,10 @@ def _keeps_copies(module: nn.Module) -> bool:
     )
 
 
-def _copying(original: Any, copy: nn.Module) -> Callable[[], object]:
-    def act() -> None:
-        values = [*original.parameters(), *original.buffers()]
-        for ours, theirs in zip([*copy.parameters(), *copy.buffers()], values, strict=True):
-            ours.detach().copy_(theirs.detach())
-
-    return act
+def _copy(copy: nn.Module, original: Any) -> None:
+    values = [*original.parameters(), *original.buffers()]
+    for ours, theirs in zip([*copy.parameters(), *copy.buffers()], values, strict=True):
+        ours.detach().copy_(theirs.detach())
 
 
 def _adapter_configs(root: nn.Module) -> dict[str, Any]:
@@ -231,9 +216,9 @@ def _adapter_configs(root: nn.Module) -> dict[str, Any]:
     return {}
 
 
-def _takes(method: Callable[..., Any], *arguments: object) -> bool:
+def _takes_only_self(method: Callable[..., Any]) -> bool:
     try:
-        inspect.signature(method).bind(*arguments)
+        inspect.signature(method).bind(None)
     except (TypeError, ValueError):
         return False
     return True

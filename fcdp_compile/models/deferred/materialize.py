@@ -78,14 +78,12 @@ def materialize(model: nn.Module) -> None:
 
 
 def _refuse_quantised(state: ShardedModel) -> None:
-    packed = [
-        r.spec.name for k, r in state.records.items() if k in state.unset.keys and r.spec.is_packed
-    ]
-    if packed:
-        raise FcdpError(
-            f"{packed[0]!r} is a part of a quantised weight, which has no initialisation; call "
-            "fcdp_compile.load_pretrained before fcdp_compile.materialize"
-        )
+    for key, record in state.records.items():
+        if key in state.unset.keys and record.spec.is_packed:
+            raise FcdpError(
+                f"{record.spec.name!r} is a part of a quantised weight, which has no initialisation; call "
+                "fcdp_compile.load_pretrained before fcdp_compile.materialize"
+            )
 
 
 def _agree_on_unset(state: ShardedModel) -> None:
@@ -196,9 +194,7 @@ class _Materialisation:
         try:
             with torch.no_grad(), self._device, watch:
                 step.act()
-        except (
-            Exception
-        ) as raised:  # the user's code may raise anything, also over a stand-in's values
+        except Exception as raised:  # the user's code may raise anything, also over a stand-in
             error = raised.with_traceback(None)  # frames of a traceback would keep tensors alive
         for slot in self._below(step.module):
             if watch.slot_of(slot.held.get(slot.name)) is not slot:
@@ -294,20 +290,17 @@ class _Materialisation:
                 f"{_listed(names)} without an initialisation; give the class reset_parameters() that sets"
                 " all parameters and buffers, or give them values by load_pretrained or load_state_dict"
             )
-        unset = []
-        for slot in giving:
-            held = (
-                self._buffers[slot.full_name]
-                if slot.record is None
-                else slot.record.peek(slot.original)
-            )
-            if has_unset(held):
-                unset.append(slot.full_name)
-        if unset:
+        if unset := [slot.full_name for slot in giving if has_unset(self._set(slot))]:
             raise FcdpError(
                 f"after the initialisation of their modules {_listed(unset)} not set, or not everywhere; set "
                 "all of each in reset_parameters(), or give them values by load_pretrained or load_state_dict"
             )
+
+    def _set(self, slot: Slot) -> Tensor:
+        """The values that a slot has got: this rank's rows of a parameter, or a whole buffer."""
+        if slot.record is None:
+            return self._buffers[slot.full_name]
+        return slot.record.peek(slot.original)
 
     def _check_same(self) -> None:
         """Raise on every rank if ranks have initialised different values."""
@@ -335,30 +328,26 @@ def slots_of(root: nn.Module, state: ShardedModel) -> list[Slot]:
     slots = []
     seen: set[int] = set()
     for path, module in root.named_modules():
-        held = [(False, n, t) for n, t in module._parameters.items() if t is not None]
-        held += [(True, n, t) for n, t in module._buffers.items() if t is not None]
-        for is_buffer, name, tensor in held:
-            record = None if is_buffer else records.get((module, name))
-            if is_buffer:
-                full_name = buffers[id(tensor)]
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is None:
+                continue
+            if (record := records.get((module, name))) is not None:
+                full_name, is_unset = record.spec.name, record.spec.key in state.unset.keys
+                is_first = (module, name) in giving
+            else:
+                full_name = buffers.get(id(tensor), f"{path}.{name}")
                 is_unset = full_name in state.unset.buffers
                 is_first = id(tensor) not in seen
-            else:
-                full_name = record.spec.name if record else f"{path}.{name}"
-                is_unset = record is not None and record.spec.key in state.unset.keys
-                is_first = (module, name) in giving
-            slots.append(
-                Slot(
-                    module=module,
-                    name=name,
-                    original=tensor,
-                    record=record,
-                    is_buffer=is_buffer,
-                    full_name=full_name,
-                    is_unset=is_unset,
-                    gives=is_unset and is_first,
-                )
+            slot = Slot(
+                module=module,
+                name=name,
+                original=tensor,
+                record=record,
+                full_name=full_name,
+                is_unset=is_unset,
+                gives=is_unset and is_first,
             )
+            slots.append(slot)
             seen.add(id(tensor))
     return slots
 

@@ -38,11 +38,15 @@ class Slot:
     name: str
     original: Tensor
     record: ParamRecord | None
-    is_buffer: bool
     full_name: str
     is_unset: bool
     gives: bool
     resting: Tensor | None = None
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether the place is one for buffers."""
+        return self.name in self.module._buffers
 
     @property
     def held(self) -> dict[str, Any]:

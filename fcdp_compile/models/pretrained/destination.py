@@ -42,13 +42,6 @@ class Part:
         """Read the part."""
         source.fill_boxes(self.values, self.boxes, files)
 
-    def gather(self) -> dict[str, Tensor]:
-        """Nothing is needed of other ranks; see `QuantisedPart`."""
-        return {}
-
-    def finish(self, whole: dict[str, Tensor]) -> None:
-        """Nothing is left to do; see `QuantisedPart`."""
-
 
 class Destinations:
     """The tensors of one model: home shards of parameters, and buffers and ignored parameters, whole."""
@@ -72,7 +65,8 @@ class Destinations:
 
     def _part(self, held: Held) -> Part | QuantisedPart:
         if held.weight is not None:
-            return self._quantised_part(held.weight, held.tensor.dtype)
+            packed = {name: self._records[id(p)] for name, p in held.weight.named_parameters()}
+            return QuantisedPart(held.weight, held.tensor.dtype, packed, self._state)
         record = self._records.get(id(held.tensor))
         if record is None:
             whole = held.tensor.detach()
@@ -82,10 +76,6 @@ class Destinations:
             return Part(values=whole, boxes=[Box(first, first, tuple(whole.shape))])
         home = self._state.topology.home(record.spec.strategy.home)
         return Part(values=record.to_fill(), boxes=record.spec.boxes(home.node, home.place))
-
-    def _quantised_part(self, weight: QuantisedWeight, dtype: torch.dtype) -> QuantisedPart:
-        packed = {name: self._records[id(p)] for name, p in weight.named_parameters()}
-        return QuantisedPart(weight, dtype, packed, self._state)
 
     def rows(self, assigned: Iterable[Held]) -> CheckpointRows:
         """Return the checkpoint's rows, from which other ranks' home shards can be read as well."""

@@ -87,18 +87,10 @@ def _headers(files: Iterable[Path], why: str) -> tuple[list[Checkpoint], list[st
 def _disagreements(header: Checkpoint, indexed: set[str] | None) -> list[str]:
     if indexed is None:
         return []
-    name = header.path.name
-    return [
-        *(
-            f"{INDEX} says {n!r} is in {name}, which lacks it"
-            for n in sorted(indexed - set(header.tensors))
-        ),
-        *(
-            f"{name} has {n!r}, which {INDEX} does not list"
-            for n in header.tensors
-            if n not in indexed
-        ),
-    ]
+    file, names = header.path.name, header.tensors.keys()
+    lacking = [f"{INDEX} says {n!r} is in {file}, which lacks it" for n in sorted(indexed - names)]
+    more = [f"{file} has {n!r}, which {INDEX} does not list" for n in names if n not in indexed]
+    return lacking + more
 
 
 def _index_of(where: Path) -> Path | None:

@@ -24,7 +24,7 @@ from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import CheckpointError, FcdpError
 from fcdp_compile.models.pretrained.destination import Destinations, Part, QuantisedPart
 from fcdp_compile.models.pretrained.folder import open_checkpoint, refuse
-from fcdp_compile.models.pretrained.match import Held, Matched, match, told
+from fcdp_compile.models.pretrained.match import Held, Match
 from fcdp_compile.models.pretrained.source import Files, Source, is_local
 from fcdp_compile.runtime.model import ShardedModel
 
@@ -98,10 +98,10 @@ def _found(
     destinations: Destinations,
     *,
     head: bool,
-) -> tuple[Matched, bool]:
+) -> tuple[Match, bool]:
     """Match the checkpoint with the model; also return whether each rank has it on a disk of its own node."""
     path = Path(folder)
-    found: list[Matched] = []
+    found: list[Match] = []
 
     def check() -> tuple[str, bool]:
         refuse_nameless(folder)
@@ -110,32 +110,19 @@ def _found(
                 path, ["its parameters are whole: leave the block of fcdp_compile.gathered first"]
             )
         checkpoint = open_checkpoint(path)
-        matched = match(root, checkpoint.tensors, destinations.is_unset)
-        refuse(path, _serious(matched, head=head))
+        matched = Match(root, checkpoint.tensors, destinations.is_unset)
+        refuse(path, matched.messages(head=head))
         found.append(matched)
         files = {stored.file for stored in checkpoint.tensors.values()}
         return checkpoint.digest, all(map(is_local, files))
 
     verdicts = together(state.topology.everyone, check, CheckpointError)
-    _compare(path, [digest for digest, _ in verdicts])
-    return found[0], all(is_on_disk for _, is_on_disk in verdicts)
-
-
-def _compare(path: Path, digests: Sequence[str]) -> None:
-    if other := first_other(digests):
+    if other := first_other([digest for digest, _ in verdicts]):
         raise CheckpointError(
             f"{path} is not the same for all ranks: rank {other} finds other files than rank 0; copy the "
             "checkpoint to every node again"
         )
-
-
-def _serious(matched: Matched, *, head: bool) -> list[str]:
-    """Return the problems of a checkpoint as messages; without those of heads if `head` is False."""
-    others = [problem for problem in matched.problems if not problem.of_head]
-    if not head:
-        return told(others)
-    hint = ["head=False leaves heads alone"] if matched.problems and not others else []
-    return [*told(matched.problems), *hint]
+    return found[0], all(is_on_disk for _, is_on_disk in verdicts)
 
 
 def _check_tied(
@@ -206,6 +193,8 @@ def _finish(parts: Iterable[Part | QuantisedPart]) -> list[Exception]:
     """Compute what depends on all ranks' blocks; a rank that fails gathers on with the others."""
     failed: list[Exception] = []
     for part in parts:
+        if isinstance(part, Part):
+            continue
         whole = part.gather()
         try:
             part.finish(whole)

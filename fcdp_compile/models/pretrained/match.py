@@ -12,15 +12,17 @@ from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.models.files.safetensors_file import Stored
 from fcdp_compile.models.pretrained.conversion import Target, converted
 from fcdp_compile.models.pretrained.huggingface import (
+    Entry,
     Renamed,
     Renaming,
+    Role,
     base_of,
     dtype_of,
+    entries_of,
     ignored_patterns,
     reading_order,
     transposed_class,
 )
-from fcdp_compile.models.pretrained.names import Entry, Role, entries_of
 from fcdp_compile.models.pretrained.source import (
     Files,
     Source,
@@ -82,45 +84,22 @@ class Problem:
     of_head: bool = False
 
 
-def told(problems: Iterable[Problem]) -> list[str]:
-    """Return the problems as messages: one for all of a kind, with some of their names."""
-    problems = list(problems)
-    found = [p.what for p in problems if not p.kind]
-    for kind in ("missing", "unexpected"):
-        if what := [p.what for p in problems if p.kind == kind]:
-            more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
-            plural = "s" if len(what) > 1 else ""
-            found.append(f"{kind} tensor{plural} {', '.join(what[:_SHOWN])}{more}")
-    return found
+class Match:
+    """The tensors of a model and their sources in a checkpoint.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Matched:
-    """All tensors that have sources, in the order of their first bytes in the files, and all problems.
-
-    recipes: those of the weights that the checkpoint has quantised already.
-    renaming: the rules that were used for names and tensors.  kept_copies: names of copies that PEFT trains
-    in place of tensors that the checkpoint has, and that keep their values.
+    problems: all that is wrong with the checkpoint.  recipes: those of the weights that the checkpoint has
+    quantised already.  renaming: the rules that were used for names and tensors.  kept_copies: names of
+    copies that PEFT trains in place of tensors that the checkpoint has, and that keep their values.
     """
 
-    assigned: list[Held]
-    problems: list[Problem]
-    recipes: dict[QuantisedWeight, Recipe]
-    renaming: Renaming
-    kept_copies: list[str]
+    def __init__(
+        self, root: nn.Module, tensors: dict[str, Stored], is_unset: Callable[[Held], bool]
+    ) -> None:
+        """Find a source for every tensor of a model that a checkpoint covers.
 
-
-def match(root: nn.Module, tensors: dict[str, Stored], is_unset: Callable[[Held], bool]) -> Matched:
-    """Find a source for every tensor of a model that a checkpoint covers.
-
-    is_unset: whether a tensor has no values yet.  Adapters that the checkpoint lacks are left alone.  A copy
-    that PEFT trains in a module's place gets the module's values if it has none.
-    """
-    return _Matching(root, is_unset).of(tensors)
-
-
-class _Matching:
-    def __init__(self, root: nn.Module, is_unset: Callable[[Held], bool]) -> None:
+        is_unset: whether a tensor has no values yet.  Adapters that the checkpoint lacks are left alone.  A
+        copy that PEFT trains in a module's place gets the module's values if it has none.
+        """
         self.is_unset = is_unset
         self.base = base_of(root)
         self.renaming = Renaming(self.base)
@@ -150,8 +129,35 @@ class _Matching:
                 self.copies.setdefault(entry.plain, []).append(held)
         self.problems: list[Problem] = []
         self.kept_copies: list[str] = []
+        self._match(tensors)
 
-    def of(self, tensors: dict[str, Stored]) -> Matched:
+    @property
+    def assigned(self) -> list[Held]:
+        """All tensors that have sources, in the order of their first bytes in the files."""
+
+        def first_byte(held: Held) -> tuple[str, int]:
+            stored = held.sources[0].leaves[0]
+            return str(stored.file), stored.start
+
+        return sorted((h for h in self.held.values() if h.sources), key=first_byte)
+
+    def messages(self, *, head: bool) -> list[str]:
+        """Return the problems as messages: one for all of a kind, with some of their names.
+
+        head: whether to tell of heads as well.
+        """
+        problems = [p for p in self.problems if head or not p.of_head]
+        found = [p.what for p in problems if not p.kind]
+        for kind in ("missing", "unexpected"):
+            if what := [p.what for p in problems if p.kind == kind]:
+                more = f" and {len(what) - _SHOWN} more" if len(what) > _SHOWN else ""
+                plural = "s" if len(what) > 1 else ""
+                found.append(f"{kind} tensor{plural} {', '.join(what[:_SHOWN])}{more}")
+        if problems and all(p.of_head for p in problems):
+            found.append("head=False leaves heads alone")
+        return found
+
+    def _match(self, tensors: dict[str, Stored]) -> None:
         ignore_missing, ignore_unexpected = ignored_patterns(self.base)
         sources = list(self._sources(tensors))
         self._describe_saved(sources)
@@ -175,13 +181,6 @@ class _Matching:
         for name, held in self.known.items():
             if held.sources:
                 self._give_copies(name, held.sources[0])
-        return Matched(
-            assigned=sorted((h for h in self.held.values() if h.sources), key=_first_byte),
-            problems=self.problems,
-            recipes=self.recipes,
-            renaming=self.renaming,
-            kept_copies=self.kept_copies,
-        )
 
     def _add_weight(self, weight: QuantisedWeight, entry: Entry, part: Held) -> None:
         """Let a checkpoint give the values that a quantised weight is made of, under the weight's name."""
@@ -332,8 +331,3 @@ def _can_cast(dtype: torch.dtype, to: torch.dtype) -> bool:
         return True
     is_float = dtype.is_floating_point or to.is_floating_point or to.is_complex
     return dtype == to or (not is_float and torch.promote_types(dtype, to) == to)
-
-
-def _first_byte(held: Held) -> tuple[str, int]:
-    stored = held.sources[0].leaves[0]
-    return str(stored.file), stored.start

@@ -9,10 +9,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -27,7 +27,7 @@ from fcdp_compile.models.files.safetensors_file import Stored
 _REOPEN_BYTES = 2**28
 
 
-class Files:
+class Files(ExitStack):
     """The files that are being read; counts the bytes that were copied.
 
     safetensors maps a file into memory, and every page that was read counts as the process's own until the
@@ -35,6 +35,7 @@ class Files:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.read_bytes = 0
         self._open: dict[Path, Any] = {}
         self._read_since_bytes = 0
@@ -53,28 +54,12 @@ class Files:
     def _file(self, path: Path) -> Any:
         if self._read_since_bytes > _REOPEN_BYTES:
             self.close()
+            self._read_since_bytes = 0
         if path not in self._open:
             opened: Any = safe_open(path, framework="pt")
-            self._open[path] = opened.__enter__()
+            self._open[path] = self.enter_context(opened)
+            self.callback(self._open.pop, path)
         return self._open[path]
-
-    def close(self) -> None:
-        """Close every file."""
-        for file in self._open.values():
-            file.__exit__(None, None, None)
-        self._open.clear()
-        self._read_since_bytes = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

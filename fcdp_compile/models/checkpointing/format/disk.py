@@ -1,4 +1,4 @@
-"""The files of a checkpoint, written in an order that survives being killed at any point.
+"""The files of a checkpoint: written in an order that survives being killed, and verified when they are read.
 
     data-<new>/ and its files, synced -> .checkpoint.json.<…>.tmp, synced -> renamed to checkpoint.json,
     folder synced -> data-<old>/ removed
@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
 from fcdp_compile.errors import CheckpointError
@@ -32,7 +35,7 @@ from fcdp_compile.models.checkpointing.format.record import (
 )
 from fcdp_compile.models.files.aside import sync, written_aside
 from fcdp_compile.models.files.json_records import MAX_FILE_BYTES
-from fcdp_compile.models.files.safetensors_file import write_tensors
+from fcdp_compile.models.files.safetensors_file import Stored, stored_tensors, write_tensors
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +45,15 @@ _ASIDE = re.compile(r"\.checkpoint\.json\.[0-9a-f]{8}\.tmp")
 
 
 class BlockSums:
-    """Computes the checksums of a file's blocks while its pieces are written."""
+    """Computes the checksums of a file's blocks while its pieces are written.
+
+    SHA-256 has instructions in processors: 1.5 GB/s, and BLAKE2b 0.45 (one core of a Xeon, hashlib).
+    """
 
     def __init__(self) -> None:
         self.size_bytes = 0
         self._done: list[str] = []
-        self._block = new_sum()
+        self._block = hashlib.sha256()
 
     def add(self, piece: memoryview) -> None:
         """Take the next bytes of the file."""
@@ -67,15 +73,7 @@ class BlockSums:
 
     def _end_block(self) -> None:
         self._done.append(self._block.hexdigest())
-        self._block = new_sum()
-
-
-def new_sum() -> hashlib._Hash:
-    """Return a checksum for one block, so far of no bytes.
-
-    SHA-256 has instructions in processors: 1.5 GB/s, and BLAKE2b 0.45 (one core of a Xeon, hashlib).
-    """
-    return hashlib.sha256()
+        self._block = hashlib.sha256()
 
 
 class Disk:
@@ -183,3 +181,134 @@ class Disk:
 def _named(folder: Path) -> str | None:
     """Return the data's folder that the record names; None if there is no record."""
     return read_record(folder).folder if (folder / RECORD).exists() else None
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+class FileBlock(NamedTuple):
+    """One block of a rank's file."""
+
+    file: int
+    number: int
+
+
+class DataFiles:
+    """The data of one checkpoint; one block is in memory at a time.
+
+    Raises, in every method: CheckpointError, naming the file, if it is missing, has another size than was
+    written, or the bytes that are read have changed since.
+    """
+
+    def __init__(self, folder: Path, record: CheckpointRecord) -> None:
+        self._folder = folder / record.folder
+        self._record = record
+        self._headers: dict[int, dict[str, Stored]] = {}
+        self._held: FileBlock | None = None
+        self._block = memoryview(bytearray())
+
+    def path(self, file: int) -> Path:
+        """The path of a rank's file."""
+        return self._folder / file_name(file)
+
+    def header(self, file: int) -> Mapping[str, Stored]:
+        """Return the tensors of a file, by name."""
+        if file not in self._headers:
+            size_bytes = self._check_size(file)
+            self._headers[file], _ = stored_tensors(
+                self.path(file), size_bytes, lambda a, b: bytes(self._bytes(file, a, b))
+            )
+        return self._headers[file]
+
+    def find(self, file: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
+        """Return the entry of a tensor, which must have the given dtype and shape."""
+        stored = self.header(file).get(name)
+        if stored is None or (stored.dtype, stored.shape) != (dtype, shape):
+            self._fail(file, f"has no {name!r} of {dtype} {shape}")
+        return stored
+
+    def read(self, file: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Read a whole tensor into host memory; it must have the given dtype and shape."""
+        return self.read_run(file, self.find(file, name, dtype, shape), 0, shape)
+
+    def read_run(self, file: int, stored: Stored, first: int, shape: tuple[int, ...]) -> Tensor:
+        """Read consecutive elements, from `first` on, as a tensor of the given shape."""
+        size = stored.dtype.itemsize
+        start = stored.start + first * size
+        raw = self._bytes(file, start, start + math.prod(shape) * size)
+        return _as_tensor(raw, stored.dtype, shape)
+
+    def blocks(self, runs: Iterable[tuple[int, int, int]]) -> list[FileBlock]:
+        """Return the blocks that contain runs of bytes (file, start, stop), in file order, none twice."""
+        size = self._record.block_bytes
+        needed = {
+            (file, number)
+            for file, start, stop in runs
+            for number in range(start // size, -(-stop // size))
+        }
+        return [FileBlock(file, number) for file, number in sorted(needed)]
+
+    def size_of(self, block: FileBlock) -> int:
+        """Bytes of a block; the last of a file may be shorter."""
+        size = self._record.block_bytes
+        return min(size, self._record.files[block.file].size_bytes - block.number * size)
+
+    def verify(self, blocks: Sequence[FileBlock], told: Callable[[int], object]) -> None:
+        """Read and verify blocks; told: called with the bytes of each."""
+        for file in dict.fromkeys(block.file for block in blocks):
+            self._check_size(file)
+        for block in blocks:
+            told(len(self._read_block(block)))
+
+    def _bytes(self, file: int, start: int, stop: int) -> bytearray:
+        out = bytearray(stop - start)
+        size = self._record.block_bytes
+        for block in self.blocks([(file, start, stop)]):
+            whole = self._read_block(block)
+            begin = block.number * size
+            a, b = max(start, begin), min(stop, begin + len(whole))
+            out[a - start : b - start] = whole[a - begin : b - begin]
+        return out
+
+    def _read_block(self, block: FileBlock) -> memoryview:
+        if self._held == block:
+            return self._block
+        file, length = block.file, self.size_of(block)
+        start = block.number * self._record.block_bytes
+        if len(self._block) != length:
+            self._block = memoryview(bytearray(length))
+        self._held = None
+        path = self.path(file)
+        try:
+            with path.open("rb", buffering=0) as handle:
+                got, found = 0, 1
+                while got < length and found:
+                    found = os.preadv(handle.fileno(), [self._block[got:]], start + got)
+                    got += found
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+        checksum = hashlib.sha256()
+        checksum.update(self._block)
+        if got < length or checksum.hexdigest() != self._record.files[file].blocks[block.number]:
+            self._fail(file, f"is damaged between bytes {start} and {start + length}")
+        self._held = block
+        return self._block
+
+    def _check_size(self, file: int) -> int:
+        expected = self._record.files[file].size_bytes
+        try:
+            found = self.path(file).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path(file)}: {error.strerror}") from error
+        if found != expected:
+            self._fail(file, f"has {found} bytes, but {expected} were written")
+        return expected
+
+    def _fail(self, file: int, problem: str) -> NoReturn:
+        raise CheckpointError(f"{self.path(file)} {problem}; load another checkpoint")
+
+
+def _as_tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not raw:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -31,7 +31,7 @@ from fcdp_compile.core.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.core.sharding.sharded_class import STATE
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.models.files.safetensors_file import as_bytes
-from fcdp_compile.models.pretrained.names import adapter_tensors
+from fcdp_compile.models.pretrained.huggingface import adapter_tensors
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.torch_compat import storage_id
@@ -169,7 +169,7 @@ class ModelTensors:
                     "not know how it is cut; finish the model first, then shard it"
                 )
 
-    def names(self, *, of_adapters: bool) -> list[str]:
+    def names(self, *, of_adapters: bool = False) -> list[str]:
         """Return the names of all tensors, or of those that PEFT has added to the model."""
         if not of_adapters:
             return list(self._tensors)

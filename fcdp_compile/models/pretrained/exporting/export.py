@@ -27,7 +27,7 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +83,7 @@ def save_pretrained(
     ValueError for a max_shard_bytes that is not positive, and in several processes for a model that is not
     sharded.
     """
-    if (
-        isinstance(max_shard_bytes, bool)
-        or not isinstance(max_shard_bytes, int)
-        or max_shard_bytes < 1
-    ):
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
         raise ArgumentError(
             f"max_shard_bytes must be a positive whole number, not {max_shard_bytes!r}"
         )
@@ -125,23 +121,27 @@ def export(
     if state is not None:
         same_act(state.collectives, "calls save_pretrained")
         state.unset.refuse("save_pretrained")
-    prepared: list[tuple[Saver, ModelTensors]] = []
+    prepared: list[tuple[Saver, ModelTensors, list[str]]] = []
 
     def prepare() -> str:
         refuse_nameless(folder)
         kind = kind_of(root, path, merge=merge, max_shard_size=max_shard_size)
         copies = ModelTensors(root, state)
-        prepared.append((kind, copies))
-        tensors = copies.describe(copies.names(of_adapters=kind.adapters is not None))
-        return hashlib.sha256(f"{kind.name} {max_shard_size}\n{tensors}".encode()).hexdigest()
+        names = copies.names(of_adapters=kind.adapters is not None)
+        prepared.append((kind, copies, names))
+        text = f"{kind.name} {max_shard_size}\n{copies.describe(names)}"
+        return hashlib.sha256(text.encode()).hexdigest()
 
-    _refuse_different(together(topology.everyone, prepare))
-    (kind, copies), values, aside = prepared[0], WholeValues(topology), Aside(path)
+    if other := first_other(together(topology.everyone, prepare)):
+        raise FcdpError(
+            f"ranks 0 and {other} are about to export different tensors; call save_pretrained with the same "
+            "model and arguments on every rank"
+        )
+    (kind, copies, names), values, aside = prepared[0], WholeValues(topology), Aside(path)
 
     def begin() -> None:
         if kind.adapters is None and (merge or is_transformers_model(root)):
             _refuse_beside_adapter(path)
-        names = copies.names(of_adapters=kind.adapters is not None)
         _refuse_without_room(copies.size_bytes(names) + kind.more_bytes)
         aside.make()
 
@@ -153,20 +153,12 @@ def export(
 
     try:
         _by_writer(topology, values, begin)
-        twins = _whole_twin(kind, copies, topology, values, progress=progress)
+        twins = _whole_twin(kind, copies, names, topology, values, shown=progress and values.keeps)
         _by_writer(topology, values, lambda: finish(*twins))
     except BaseException:
         if values.keeps:
             aside.discard()
         raise
-
-
-def _refuse_different(digests: Sequence[str]) -> None:
-    if other := first_other(digests):
-        raise FcdpError(
-            f"ranks 0 and {other} are about to export different tensors; call save_pretrained with the same "
-            "model and arguments on every rank"
-        )
 
 
 def _refuse_beside_adapter(folder: Path) -> None:
@@ -200,9 +192,18 @@ def _by_writer(topology: Topology, values: WholeValues, act: Callable[[], None])
 
 
 def _whole_twin(
-    kind: Saver, copies: ModelTensors, topology: Topology, values: WholeValues, *, progress: bool
+    kind: Saver,
+    copies: ModelTensors,
+    wanted: list[str],
+    topology: Topology,
+    values: WholeValues,
+    *,
+    shown: bool,
 ) -> list[nn.Module]:
-    """Return, on the writer, a twin of the model with values for everything that is written."""
+    """Return, on the writer, a twin of the model with values for everything that is written.
+
+    wanted: the names of the tensors that are certainly written.  shown: whether to show a bar.
+    """
     twins: list[nn.Module] = []
 
     def ask() -> list[str]:
@@ -212,9 +213,7 @@ def _whole_twin(
         twins[:] = [copies.twin()]
         return [] if kind.adapters is None else copies.lacking(kind.adapters(twins[0]))
 
-    wanted = copies.names(of_adapters=kind.adapters is not None)
-    is_shown = progress and values.keeps
-    with tqdm(unit="B", unit_scale=True, desc="gathering", disable=not is_shown) as bar:
+    with tqdm(unit="B", unit_scale=True, desc="gathering", disable=not shown) as bar:
         while True:
             bar.total = bar.n + copies.size_bytes(wanted)
             for name in wanted:

@@ -67,18 +67,21 @@ def kind_of(root: Any, folder: Path, *, merge: bool, max_shard_size: int | str) 
 
     Raises: FcdpError for adapters that cannot be merged, and for a quantised model.
     """
-    is_wrapped = base_of(root) is not root
     if merge:
-        _refuse_to_merge(root, is_wrapped=is_wrapped)
-    elif is_wrapped:
-        return Saver(
-            name="adapters", write=partial(_write_adapters, folder=folder), adapters=_adapters
-        )
+        _refuse_to_merge(root)
+    elif base_of(root) is not root:
+        write = partial(_write_adapters, folder=folder)
+        return Saver(name="adapters", write=write, adapters=_adapters)
     elif has_attached_adapters(root):
-        return Saver(name="adapter", write=_write_attached, adapters=_attached)
+        return Saver(
+            name="adapter",
+            write=_write_attached,
+            adapters=lambda twin: _tensors_attached(twin).values(),
+        )
     merged: Callable[[Any], Any] | None = _merged if merge else None
-    if merge and quantised_layers(root):
-        refuse_unknown_layers(root)
+    layers = quantised_layers(root)
+    if merge and layers:
+        _refuse_unknown(layers)
         merged = merged_into_dequantised
     elif getattr(base_of(root), "hf_quantizer", None) is not None:
         raise FcdpError(
@@ -88,7 +91,7 @@ def kind_of(root: Any, folder: Path, *, merge: bool, max_shard_size: int | str) 
     return Saver(
         name=f"merged {root.base_model.active_adapters}" if merge else "model",
         write=partial(_write_whole, merged=merged, max_shard_size=max_shard_size),
-        more_bytes=dense_bytes(root),
+        more_bytes=_dense_bytes(root, layers),
     )
 
 
@@ -123,7 +126,7 @@ def reader_of(root: Any, *, only: str) -> Callable[[Any], dict[str, Tensor]]:
             "them with only='adapters', or add them with peft.get_peft_model"
         )
     if is_wrapped:
-        _refuse_to_merge(root, is_wrapped=True)
+        _refuse_to_merge(root)
     return partial(_tensors_of_model, merged=_merged if is_wrapped else None)
 
 
@@ -232,8 +235,8 @@ def _shards(state: dict[str, Tensor], max_shard_bytes: int) -> list[dict[str, Te
     return shards
 
 
-def _refuse_to_merge(root: Any, *, is_wrapped: bool) -> None:
-    if not is_wrapped:
+def _refuse_to_merge(root: Any) -> None:
+    if base_of(root) is root:
         raise FcdpError(
             f"merge=True merges adapters into their base, and {type(root).__name__} is not a PEFT model; "
             "leave it out"
@@ -292,10 +295,6 @@ def _write_adapters(twin: Any, aside: Path, *, folder: Path) -> None:
     twin.save_pretrained(str(aside))
 
 
-def _attached(twin: Any) -> Iterable[Tensor]:
-    return _tensors_attached(twin).values()
-
-
 def _write_attached(twin: Any, folder: Path) -> None:
     let_this_rank_save(twin)
     twin.save_pretrained(folder)
@@ -314,9 +313,9 @@ def quantised_layers(root: nn.Module) -> list[tuple[str, nn.Module, str]]:
     ]
 
 
-def refuse_unknown_layers(root: nn.Module) -> None:
+def _refuse_unknown(layers: Iterable[tuple[str, nn.Module, str]]) -> None:
     """Refuse to dequantise layers for which torch has no plain layer."""
-    for name, module, _ in quantised_layers(root):
+    for name, module, _ in layers:
         if not isinstance(module, _PLAIN):
             raise FcdpError(
                 f"{name} is a quantised {type(module).__name__}, and fcdp dequantises only linear layers and "
@@ -324,15 +323,14 @@ def refuse_unknown_layers(root: nn.Module) -> None:
             )
 
 
-def dense_bytes(root: nn.Module) -> int:
+def _dense_bytes(root: nn.Module, layers: Iterable[tuple[str, Any, str]]) -> int:
     """The bytes of all quantised weights once they are dequantised."""
     itemsize = (dtype_of(base_of(root)) or torch.float32).itemsize
-    layers: list[Any] = [module for _, module, _ in quantised_layers(root)]
     return itemsize * sum(
         layer.in_features * layer.out_features
         if isinstance(layer, nn.Linear)
         else layer.num_embeddings * layer.embedding_dim
-        for layer in layers
+        for _, layer, _ in layers
     )
 
 

@@ -86,7 +86,11 @@ def stream_state(
     same_act(state.collectives, "calls stream_state")
     state.unset.refuse("stream_state")
     stream = _Stream(root, state, only=only, on=on)
-    _refuse_different(together(everyone, lambda: stream.plan(bucket_bytes)))
+    if other := first_other(together(everyone, lambda: stream.plan(bucket_bytes))):
+        raise FcdpError(
+            f"ranks 0 and {other} are about to stream different tensors; call stream_state with the same "
+            "model on every rank"
+        )
     return stream.buckets()
 
 
@@ -102,14 +106,6 @@ def _checked(only: str, on: Collection[int], bucket_bytes: int, ranks: int) -> s
     if type(bucket_bytes) is not int or bucket_bytes < 1:
         raise ArgumentError(f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}")
     return f"only={only!r}, on={sorted(set(on))}, bucket_bytes={bucket_bytes}"
-
-
-def _refuse_different(digests: Sequence[str]) -> None:
-    if other := first_other(digests):
-        raise FcdpError(
-            f"ranks 0 and {other} are about to stream different tensors; call stream_state with the same "
-            "model on every rank"
-        )
 
 
 class _Stream:
@@ -145,18 +141,19 @@ class _Stream:
                 f"{type(self._root).__name__} cannot be streamed, because its library computes tensors to "
                 f"save from values ({error}); write it with fcdp_compile.save_pretrained"
             ) from error
-        names = self._copies.names(of_adapters=False)
-        text = f"{self._copies.describe(names)}\n{self._plan}"
+        text = f"{self._copies.describe(self._copies.names())}\n{self._plan}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield the buckets."""
         steps = self._state.counters.steps
-        for pieces in self._plan:
-            self._agree(pieces.sources, steps)
-            self._gather(pieces)
+        for piece in self._plan:
+            self._agree(piece.sources, steps)
+            with torch.no_grad():
+                for name in piece.sources:
+                    self._copies.fetch(name, self._values)
             try:
-                bucket = self._made(pieces)
+                bucket = self._made(piece)
                 yield bucket
                 bucket.clear()
             except GeneratorExit:
@@ -183,12 +180,7 @@ class _Stream:
 
         together(self._state.topology.everyone, check)
 
-    def _gather(self, pieces: Pieces) -> None:
-        with torch.no_grad():
-            for name in pieces.sources:
-                self._copies.fetch(name, self._values)
-
-    def _made(self, pieces: Pieces) -> list[tuple[str, Tensor]]:
+    def _made(self, piece: Piece) -> list[tuple[str, Tensor]]:
         """Return the tensors of a bucket, on this rank's device; none on a rank that does not ask."""
         self._values.check()
         if not self._values.keeps:
@@ -196,7 +188,7 @@ class _Stream:
         with torch.no_grad():
             tensors = self._read(self._copies.twin())
             self._copies.forget()
-            return [(n, tensors[n].to(self._values.device).contiguous()) for n in pieces.names]
+            return [(n, tensors[n].to(self._values.device).contiguous()) for n in piece.names]
 
     def _tell(self, problem: str) -> None:
         """Make the other ranks, which wait in `_agree`, raise because of this rank's problem."""
@@ -211,21 +203,20 @@ class _Stream:
                 together(everyone, raise_it)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pieces:
+@dataclass(slots=True, eq=False)
+class Piece:
     """Tensors of an export that can be made together, without any other tensor of the model.
 
-    sources: names of the model's tensors that they are made of.  names: their own.  size_bytes: of them all.
+    sources: names of the model's tensors that they are made of.  names: their own.
     """
 
-    sources: tuple[str, ...]
-    names: tuple[str, ...]
-    size_bytes: int
+    sources: list[str]
+    names: list[str]
 
 
 def in_buckets(
     copies: ModelTensors, read: Callable[[nn.Module], dict[str, Tensor]], bucket_bytes: int
-) -> list[Pieces]:
+) -> list[Piece]:
     """Return the tensors of an export in buckets, in the export's order.
 
     read: returns the export's tensors of a twin.  bucket_bytes: a bucket is larger only if it is one piece.
@@ -233,47 +224,37 @@ def in_buckets(
     twin = copies.twin()
     with _Sources(copies.names_on_meta()) as sources:
         tensors = read(twin)
-    order = {name: i for i, name in enumerate(copies.names(of_adapters=False))}
-    buckets: list[list[_Piece]] = []
+    order = {name: i for i, name in enumerate(copies.names())}
+    buckets: list[Piece] = []
     size = 0
     for piece in _pieces({name: sources.of(tensor) for name, tensor in tensors.items()}):
         more = sum(tensors[name].nbytes for name in piece.names)
         if not buckets or size + more > bucket_bytes:
-            buckets.append([])
+            buckets.append(Piece([], []))
             size = 0
-        buckets[-1].append(piece)
+        buckets[-1].sources += piece.sources
+        buckets[-1].names += piece.names
         size += more
-    return [
-        Pieces(
-            sources=tuple(sorted({n for p in bucket for n in p.sources}, key=order.__getitem__)),
-            names=tuple(n for p in bucket for n in p.names),
-            size_bytes=sum(tensors[n].nbytes for p in bucket for n in p.names),
-        )
-        for bucket in buckets
-    ]
+    for bucket in buckets:
+        bucket.sources = sorted(set(bucket.sources), key=order.__getitem__)
+    return buckets
 
 
-@dataclass(slots=True, eq=False)
-class _Piece:
-    sources: set[str]
-    names: list[str]
-
-
-def _pieces(sources: Mapping[str, Iterable[str]]) -> list[_Piece]:
+def _pieces(sources: Mapping[str, Iterable[str]]) -> list[Piece]:
     """Put names with a common source together, in the order of the first name of each piece.
 
     sources: by name.
     """
-    found: dict[_Piece, None] = {}
-    of: dict[str, _Piece] = {}
+    found: dict[Piece, None] = {}
+    of: dict[str, Piece] = {}
     for name, own in sources.items():
         known = list(dict.fromkeys(of[source] for source in sorted(own) if source in of))
-        piece, *others = known or [_Piece(set(), [])]
+        piece, *others = known or [Piece([], [])]
         for other in others:
-            piece.sources |= other.sources
+            piece.sources += other.sources
             piece.names += other.names
             del found[other]
-        piece.sources.update(own)
+        piece.sources = sorted({*piece.sources, *own})
         piece.names.append(name)
         found[piece] = None
         of |= dict.fromkeys(piece.sources, piece)
