@@ -85,3 +85,29 @@ def _told(problems: dict[int, str], ranks: int) -> str:
     others = len(problems) - len(alike)
     more = f" ({others} other ranks failed in other ways)" if others else ""
     return f"{ranks_named(alike)}: {problems[first]}{more}"
+
+
+class Attempts:
+    """Acts of which one may fail on one rank, between collectives that all ranks go on with.
+
+    [Note: no early way out] If a rank fails, it remembers its error (`error`) and goes on with the
+    collectives, if need be with any values, because the other ranks wait for its messages.  From time to time
+    all ranks exchange their errors (`together` with `check`); after an error, all results are thrown away.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def attempt(self, act: Callable[[], T]) -> T | None:
+        """Call `act`, unless this rank has failed before."""
+        if self.error is None:
+            try:
+                return act()
+            except Exception as error:  # any error must reach all ranks
+                self.error = error
+        return None
+
+    def check(self) -> None:
+        """Raise the error that this rank has remembered; for `together`."""
+        if self.error is not None:
+            raise self.error

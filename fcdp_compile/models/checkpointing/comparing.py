@@ -23,9 +23,9 @@ from fcdp_compile.models.checkpointing.contents import (
 )
 from fcdp_compile.models.checkpointing.format.record import (
     TORCH_DTYPES,
-    CheckpointRecord,
     CutTensor,
     cut,
+    read_record,
 )
 from fcdp_compile.models.checkpointing.format.tree import TensorReference, has_state
 from fcdp_compile.models.checkpointing.optimizers import check_groups, class_of
@@ -44,21 +44,14 @@ class WantedRows(NamedTuple):
 
 
 class Comparison:
-    """One checkpoint and one job, on this rank.
+    """A checkpoint in a folder and a job, on this rank.
 
     Raises, in every method: CheckpointError, naming the folder and what differs.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        record: CheckpointRecord,
-        root: nn.Module,
-        state: ShardedModel,
-        job: JobObjects,
-    ) -> None:
-        self._folder, self._record = folder, record
-        self._root, self._state, self._job = root, state, job
+    def __init__(self, folder: Path, root: nn.Module, state: ShardedModel, job: JobObjects) -> None:
+        self.folder, self.root, self.state, self.job = folder, root, state, job
+        self.record = record = read_record(folder)
         self._cuts: dict[str, list[CutTensor]] = {}
         for tensor in record.tensors:
             self._cuts.setdefault(tensor.name, []).append(tensor)
@@ -69,9 +62,14 @@ class Comparison:
     def check_names(self, values: Collection[str]) -> None:
         """Compare names, and the shapes and dtypes of parameters; values: the names of the saved values."""
         self._check_model(set(values))
-        self._check_job(set(values))
+        needed = {"optimizer": "optimizer.class", "scheduler": "scheduler", "scaler": "scaler"}
+        for owner, name in needed.items():
+            if getattr(self.job, owner) is not None and name not in values:
+                raise CheckpointError(
+                    f"the checkpoint in {self.folder} was saved without a {owner}; leave {owner}=… out"
+                )
 
-    def targets(self, values: Mapping[str, Any], differing: Collection[str]) -> list[WantedRows]:
+    def wanted(self, values: Mapping[str, Any], differing: Collection[str]) -> list[WantedRows]:
         """Check the values, then return every cut tensor that is to be read.
 
         differing: the names of values that differed between ranks and that this rank takes from rank 0.
@@ -79,20 +77,20 @@ class Comparison:
         self._check_plain(values)
         model = self._model_tensors()
         found = [self._target(s, n) for n, s in model.items() if n in self._cuts]
-        if self._job.optimizer is not None:
-            names = parameter_names(self._root, self._state)
-            self._check_class(class_of(self._job.optimizer), values["optimizer.class"])
-            check_groups(self._job.optimizer, values["optimizer.groups"], names)
+        if self.job.optimizer is not None:
+            names = parameter_names(self.root, self.state)
+            self._check_class(class_of(self.job.optimizer), values["optimizer.class"])
+            check_groups(self.job.optimizer, values["optimizer.groups"], names)
             found += self._moments(values, differing)
         return found
 
     def _model_tensors(self) -> dict[str, ParamSpec]:
-        return {parameter_name(r.spec.name): r.spec for r in self._state.records.values()}
+        return {parameter_name(r.spec.name): r.spec for r in self.state.records.values()}
 
     def _check_model(self, values: set[str]) -> None:
         """Compare the names, shapes and dtypes of parameters, and the names of buffers."""
         model = self._model_tensors()
-        plain = [*plain_tensors(self._root, self._state), *(n for n, _ in extra_states(self._root))]
+        plain = [*plain_tensors(self.root, self.state), *(n for n, _ in extra_states(self.root))]
         here = {*model, *plain}
         saved_names = (*self._cuts, *self._left_out, *values)
         there = {n for n in saved_names if n.startswith("model.")}
@@ -120,7 +118,7 @@ class Comparison:
 
     def _check_plain(self, values: Mapping[str, Any]) -> None:
         problems = []
-        for name, tensor in plain_tensors(self._root, self._state).items():
+        for name, tensor in plain_tensors(self.root, self.state).items():
             saved = values[name]
             if not isinstance(saved, Tensor):
                 problems.append(f"{name} is not a tensor in the checkpoint")
@@ -129,7 +127,7 @@ class Comparison:
                     f"{name} is {saved.dtype} {tuple(saved.shape)} in the checkpoint, and here "
                     f"{tensor.dtype} {tuple(tensor.shape)}"
                 )
-        for name, weight in quantised_weights(self._root):
+        for name, weight in quantised_weights(self.root):
             there, _ = values.get("meanings", {}).get(name, ("plain", None))
             if there != (here := weight.recipe.meaning):
                 problems.append(f"model.{name} is {there} in the checkpoint, and here {here}")
@@ -140,15 +138,15 @@ class Comparison:
 
         Raises: CheckpointError for parameters without values.
         """
-        by_name = {parameter_name(r.spec.name): r for r in self._state.records.values()}
+        by_name = {parameter_name(r.spec.name): r for r in self.state.records.values()}
         records = [by_name[name] for name in self._left_out]
-        if unset := [r.spec.name for r in records if r.spec.key in self._state.unset.keys]:
+        if unset := [r.spec.name for r in records if r.spec.key in self.state.unset.keys]:
             raise CheckpointError(
-                f"the checkpoint in {self._folder} was saved with frozen=False, and "
+                f"the checkpoint in {self.folder} was saved with frozen=False, and "
                 f"{unset[0]!r} (one of {len(unset)}) has no values yet; "
                 "give the frozen parameters their values first, for example with fcdp_compile.load_pretrained"
             )
-        return [own_mark(self._state, i, r.spec, r.peek()) for i, r in enumerate(records)]
+        return [own_mark(self.state, i, r.spec, r.peek()) for i, r in enumerate(records)]
 
     def check_marks(self, parts: Sequence[Sequence[int]]) -> None:
         """Compare the marks of the parameters that were left out with the model's.
@@ -160,7 +158,7 @@ class Comparison:
         others = [s.name for s, mark in zip(saved, marks, strict=True) if s.mark != mark]
         if others:
             raise CheckpointError(
-                f"the checkpoint in {self._folder} was saved with frozen=False, and {len(others)} of the "
+                f"the checkpoint in {self.folder} was saved with frozen=False, and {len(others)} of the "
                 f"{len(marks)} frozen parameters that were not saved differ from their values at the save: "
                 f"{', '.join(others[:8])}; give them the values with which the job began, for example "
                 "with fcdp_compile.load_pretrained from the same files"
@@ -171,23 +169,15 @@ class Comparison:
             shown = "\n  ".join(problems)
             places = "1 place" if len(problems) == 1 else f"{len(problems)} places"
             raise CheckpointError(
-                f"the model differs from the checkpoint in {self._folder} in {places}; build the model that "
+                f"the model differs from the checkpoint in {self.folder} in {places}; build the model that "
                 f"was saved. The differences:\n  {shown}"
             )
-
-    def _check_job(self, values: set[str]) -> None:
-        needed = {"optimizer": "optimizer.class", "scheduler": "scheduler", "scaler": "scaler"}
-        for owner, name in needed.items():
-            if getattr(self._job, owner) is not None and name not in values:
-                raise CheckpointError(
-                    f"the checkpoint in {self._folder} was saved without a {owner}; leave {owner}=… out"
-                )
 
     def _check_class(self, here: str, saved: object) -> None:
         if here != saved:
             # The checkpoint's settings replace the optimizer's, also those in which AdamW differs from Adam.
             raise CheckpointError(
-                f"the optimizer is {here}, but the checkpoint in {self._folder} was saved with {saved}; "
+                f"the optimizer is {here}, but the checkpoint in {self.folder} was saved with {saved}; "
                 "build the same optimizer, or leave optimizer=… out"
             )
 
@@ -195,12 +185,12 @@ class Comparison:
         self, values: Mapping[str, Any], differing: Collection[str]
     ) -> Iterator[WantedRows]:
         """Yield the tensors of the optimizer that are cut as their parameters are."""
-        records = self._state.records.by_name
+        records = self.state.records.by_name
         names = {n for g in values["optimizer.groups"] for n in g["params"]}
         for parameter, of_one in values["optimizer.state"].items():
             if parameter not in names:
                 raise CheckpointError(
-                    f"{self._folder}: {parameter!r} has a state but is in no group"
+                    f"{self.folder}: {parameter!r} has a state but is in no group"
                 )
             for key, value in of_one.items():
                 if not isinstance(value, TensorReference):
@@ -210,14 +200,14 @@ class Comparison:
                 spec = records[parameter].spec if parameter in records else None
                 if saved is None or spec is None or saved[0].whole_shape != spec.whole_shape:
                     raise CheckpointError(
-                        f"{self._folder}: {key!r} of parameter {parameter!r} is not saved in the shape of "
+                        f"{self.folder}: {key!r} of parameter {parameter!r} is not saved in the shape of "
                         "the parameter; load an undamaged checkpoint, or leave optimizer=… out"
                     )
                 yield self._target(spec, value.name)
         if "optimizer.state" in differing:
-            ranks = told(self._record.layout)
+            ranks = told(self.record.layout)
             raise CheckpointError(
-                f"the optimizer state in {self._folder} has values that differ between ranks, so only "
+                f"the optimizer state in {self.folder} has values that differ between ranks, so only "
                 f"{ranks} can load it; use {ranks}, or leave optimizer=… out"
             )
 
@@ -228,19 +218,19 @@ class Comparison:
             return
         # The checkpoint does not say how a parameter that was left out was cut.
         saved = self._cuts.get(parameter_name(parameter))
-        here = self._state.topology
+        here = self.state.topology
         now = cut(parameter, "", spec, here.position, here.sharers, 0)
         is_cut_alike = saved is not None and _geometry(now) == _geometry(saved)
         if not self.is_same_layout or not is_cut_alike:
-            layout = f"{told(self._record.layout)} and the same strategy"
+            layout = f"{told(self.record.layout)} and the same strategy"
             remedy = "" if saved is None else f"load with {layout}, or "
             raise CheckpointError(
-                f"{self._folder}: {key!r} of parameter {parameter!r} depends on the layout that saved it; "
+                f"{self.folder}: {key!r} of parameter {parameter!r} depends on the layout that saved it; "
                 f"{remedy}leave optimizer=… out"
             )
 
     def _target(self, spec: ParamSpec, name: str) -> WantedRows:
-        home = self._state.topology.home(spec.strategy.home)
+        home = self.state.topology.home(spec.strategy.home)
         tensors, boxes = self._cuts[name], spec.boxes(home.node, home.place)
         return WantedRows(name, TORCH_DTYPES[tensors[0].dtype], tensors, spec, boxes)
 

@@ -129,7 +129,11 @@ def contents_of(
         if owner is not None:
             values[name] = owner.state_dict()
     values |= {"step": step, "extra": job.extra, "rng": rng_state(state.device.torch)}
-    return _cut_and_encoded(state, moments, left_out, values, copies)
+    tensors, parts = _cut(state, moments)
+    if copies is not None:
+        parts = copies.of(parts)
+    encoded = {n: encode(value, n, copy=copies is not None) for n, value in values.items()}
+    return JobContents(tensors=tensors, left_out=left_out, parts=parts, values=encoded)
 
 
 def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) -> int:
@@ -142,13 +146,8 @@ def own_mark(state: ShardedModel, index: int, spec: ParamSpec, local: Tensor) ->
     return mark_of(local, spec.whole_shape, spec.boxes(home.node, home.place))
 
 
-def _cut_and_encoded(
-    state: ShardedModel,
-    moments: list[Moment],
-    left_out: list[LeftOut],
-    values: dict[str, Any],
-    copies: HostCopies | None,
-) -> JobContents:
+def _cut(state: ShardedModel, moments: list[Moment]) -> tuple[list[CutTensor], dict[str, Tensor]]:
+    """Return how tensors are cut, and the rows that this rank writes."""
     mesh, sharers = state.topology.position, state.topology.sharers
     tensors: list[CutTensor] = []
     parts = {}
@@ -160,10 +159,7 @@ def _cut_and_encoded(
         tensors += made
         if any(state.topology.number in tensor.files for tensor in made):
             parts[name] = one.local
-    if copies is not None:
-        parts = copies.of(parts)
-    encoded = {n: encode(value, n, copy=copies is not None) for n, value in values.items()}
-    return JobContents(tensors=tensors, left_out=left_out, parts=parts, values=encoded)
+    return tensors, parts
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -40,7 +40,7 @@ from fcdp_compile.models.checkpointing.contents import (
     set_rng_state,
 )
 from fcdp_compile.models.checkpointing.format.disk import DataFiles
-from fcdp_compile.models.checkpointing.format.record import TORCH_DTYPES, Slab, read_record, slabs
+from fcdp_compile.models.checkpointing.format.record import TORCH_DTYPES, Slab, slabs
 from fcdp_compile.models.checkpointing.format.tree import TensorReference, decode
 from fcdp_compile.models.checkpointing.optimizers import put_back
 from fcdp_compile.models.checkpointing.saving import bar, end_of_saves, need_bar, refuse_whole
@@ -105,7 +105,7 @@ def load(
         need_bar(shown=progress)
         refuse_whole(state)
         found.append(_Load(Path(folder), root, state, job))
-        return found[0].digest, found[0].comparison.own_marks()
+        return found[0].digest, found[0].own_marks()
 
     doing = f"loading from {folder}"
     everyone = together(state.topology.everyone, compare, CheckpointError, doing)
@@ -115,7 +115,7 @@ def load(
             "and a folder that all nodes share"
         )
     (one,) = found
-    one.comparison.check_marks([marks for _, marks in everyone])
+    one.check_marks([marks for _, marks in everyone])
     one.run(doing, shown=progress and state.topology.number == 0)
     return Loaded(step=one.values.get("step"), extra=one.values.get("extra"))
 
@@ -139,7 +139,7 @@ class SlabRead(NamedTuple):
         return math.prod(self.slab.shape) * self.stored.dtype.itemsize
 
 
-class _Load:
+class _Load(Comparison):
     """One call of `load` on one rank: the reads, and the objects that receive them.
 
     values: the decoded values, by name.  differing: the names of values that differed between ranks and that
@@ -151,22 +151,20 @@ class _Load:
     """
 
     def __init__(self, folder: Path, root: nn.Module, state: ShardedModel, job: JobObjects) -> None:
-        self.folder, self.root, self.state, self.job = folder, root, state, job
-        self.record = record = read_record(folder)
-        self.files = files = DataFiles(folder, record)
-        self.comparison = Comparison(folder, record, root, state, job)
+        super().__init__(folder, root, state, job)
+        self.files = files = DataFiles(folder, self.record)
         rank = state.topology.number
         self.differing: list[str] = []
-        if not self.comparison.is_same_layout:
-            rank, self.differing = 0, [v.name for v in record.values if v.rank == 0]
-        saved = {v.name: v for v in record.values if v.rank in (None, rank)}
-        self.comparison.check_names(saved)
+        if not self.is_same_layout:
+            rank, self.differing = 0, [v.name for v in self.record.values if v.rank == 0]
+        saved = {v.name: v for v in self.record.values if v.rank in (None, rank)}
+        self.check_names(saved)
         self.values = {
             name: decode(value.tree, partial(files.read, value.rank or 0), name)
             for name, value in saved.items()
             if _is_wanted(name, job)
         }
-        self.targets = self.comparison.targets(self.values, self.differing)
+        self.targets = self.wanted(self.values, self.differing)
         self.restores = list(restores(job.extra, self.values["extra"], "extra"))
         self.reads = [read for target in self.targets for read in self._reads_of(target)]
         self.reads.sort(key=lambda read: read.run)
@@ -287,7 +285,7 @@ class _Load:
             taker.load_state_dict(saved)
         # Several ranks with one rank's generator states would all use the same dropout.
         is_rng_alike = "rng" not in self.differing and len(self.record.files) > 1
-        if self.comparison.is_same_layout or is_rng_alike:
+        if self.is_same_layout or is_rng_alike:
             set_rng_state(values["rng"], self.state.device.torch)
         self._warn_of_differing()
 

@@ -67,7 +67,12 @@ def parts_of(
             where = f"optimizer.state[{name!r}][{key!r}]"
             if name in specs and _is_moment(parameter, key, value, keys, where):
                 local = value.to_local() if isinstance(value, DTensor) else value
-                _refuse_quantised(local, where)
+                if is_wrapper_subclass(local):
+                    raise CheckpointError(
+                        f"{where} is quantised ({type(local).__name__}), in blocks of this rank's rows, "
+                        "which another number of ranks cannot read; save the model alone, or use an "
+                        "optimizer whose states are plain tensors"
+                    )
                 state[name][key] = TensorReference(where)
                 moments.append(Moment(name=where, spec=specs[name], local=local.detach()))
     others = {k: v for k, v in whole.items() if k not in ("state", "param_groups")}
@@ -96,15 +101,6 @@ def _numbered(
                     "model's; build the optimizer from the parameters of the sharded model"
                 )
             yield index, (names[id(parameter)], parameter)
-
-
-def _refuse_quantised(local: Tensor, where: str) -> None:
-    if is_wrapper_subclass(local):
-        raise CheckpointError(
-            f"{where} is quantised ({type(local).__name__}), in blocks of this rank's rows, which another "
-            "number of ranks cannot read; save the model alone, or use an optimizer whose states are plain "
-            "tensors"
-        )
 
 
 def _moment_keys(

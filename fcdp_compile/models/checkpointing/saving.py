@@ -173,16 +173,8 @@ def save(
     """
     refuse_swapped(folder, model, "save(folder, model)")
     job = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
-    return save_on(
-        Disk(),
-        folder,
-        model,
-        job,
-        step,
-        frozen=frozen,
-        asynchronous=asynchronous,
-        progress=progress,
-    )
+    given = {"frozen": frozen, "asynchronous": asynchronous, "progress": progress}
+    return save_on(Disk(), folder, model, job, step, **given)
 
 
 def save_on(
@@ -228,12 +220,9 @@ def save_on(
     (contents,) = found
     if first_other(digests):
         _raise_difference(state, _text(contents, step, asynchronous=asynchronous))
-    pending = PendingSave()
-    topology = state.topology
+    pending, topology = PendingSave(), state.topology
     group = saver.group(topology) if asynchronous else everyone
-    write = _Write(
-        contents=contents, folder=path, topology=topology, group=group, disk=disk, progress=progress
-    )
+    write = _Write(contents, path, topology, group, disk, progress)
     if asynchronous:
         saver.pending = pending
         pending._start(write.run, tells=topology.number == 0)
@@ -291,7 +280,7 @@ class _Written:
     values: list[SavedValue]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Write:
     """One save: its contents, its folder, the ranks that save and a group of them all."""
 

@@ -177,11 +177,7 @@ class _Materialisation:
             whole |= lacking
 
     def _attempt(
-        self,
-        step: Step,
-        whole: dict[Slot, bool],
-        values: dict[Slot, Tensor],
-        resting: Resting,
+        self, step: Step, whole: dict[Slot, bool], values: dict[Slot, Tensor], resting: Resting
     ) -> tuple[dict[Slot, Touch], Exception | None]:
         """Run an initialisation; returns the slots that it touched, and its error.  Slots keep its values."""
         put = {}

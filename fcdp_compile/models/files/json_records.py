@@ -13,6 +13,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -190,14 +191,12 @@ def _parse(text: str) -> object:
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object] | _Repeated:
     record = dict(pairs)
-    if len(record) == len(pairs):
-        return record
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            return _Repeated(key)
-        seen.add(key)
-    raise AssertionError(f"{len(pairs)} pairs, {len(record)} keys, none repeated")
+    return record if len(record) == len(pairs) else _Repeated(repeated_key(pairs))
+
+
+def repeated_key(pairs: list[tuple[str, Any]]) -> str:
+    """The key that most pairs have."""
+    return Counter(key for key, _ in pairs).most_common(1)[0][0]
 
 
 def _bounded_int(digits: str) -> int:

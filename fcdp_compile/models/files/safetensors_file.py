@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.errors import ArgumentError, CheckpointError
+from fcdp_compile.models.files.json_records import repeated_key
 
 DTYPES = {
     torch.float64: "F64",
@@ -165,9 +166,7 @@ def parse_json(path: Path, raw: bytes) -> Any:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ArgumentError(f"{twice!r} appears twice")
+        raise ArgumentError(f"{repeated_key(pairs)!r} appears twice")
     return found
 
 

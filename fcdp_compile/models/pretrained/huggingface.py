@@ -250,8 +250,7 @@ class Role(Enum):
     ADAPTER = "adapter"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Entry:
+class Entry(NamedTuple):
     """One name of a model's state dict.
 
     name: the name in the root's state dict; for a parameter it is a name of `named_parameters`, tied ones
@@ -279,24 +278,13 @@ def entries_of(root: nn.Module) -> list[Entry]:
     found = []
     for name in state:
         path, _, leaf = name.rpartition(".")
-        place = places.get(path)
-        tensor = None if place is None else _held(place.module, leaf)
-        if place is None or tensor is None:
+        if (place := places.get(path)) is None or (tensor := place.tensors.get(leaf)) is None:
             raise FcdpError(
                 f"{name!r} of the model's state dict is not a parameter or buffer of its modules (extra "
                 "state, or a hook that renames), which a safetensors checkpoint cannot carry"
             )
-        plain = f"{place.plain}.{leaf}" if place.plain else leaf
-        found.append(
-            Entry(
-                name=name,
-                plain=name if place.role is Role.ADAPTER else plain,
-                role=place.role,
-                module=place.module,
-                leaf=leaf,
-                tensor=tensor,
-            )
-        )
+        plain = name if place.role is Role.ADAPTER else f"{place.plain}.{leaf}".removeprefix(".")
+        found.append(Entry(name, plain, place.role, place.module, leaf, tensor))
     return found
 
 
@@ -305,19 +293,12 @@ def adapter_tensors(root: nn.Module) -> Iterator[Tensor]:
     of_base: set[int] = set()
     added: list[Tensor] = []
     for place in _walk(root, base_of(root)):
-        tensors = [*place.module._parameters.values(), *place.module._buffers.values()]
-        found = [tensor for tensor in tensors if tensor is not None]
         if place.role is Role.BASE:
-            of_base |= {id(tensor) for tensor in found}
+            of_base |= {id(tensor) for tensor in place.tensors.values()}
         else:
-            added += found
+            added += place.tensors.values()
     # A prompt encoder also refers to the base's embedding.
     return (tensor for tensor in added if id(tensor) not in of_base)
-
-
-def _held(module: nn.Module, leaf: str) -> Tensor | None:
-    parameter: Tensor | None = module._parameters.get(leaf)
-    return parameter if parameter is not None else module._buffers.get(leaf)
 
 
 class _Place(NamedTuple):
@@ -327,6 +308,12 @@ class _Place(NamedTuple):
     module: nn.Module
     plain: str
     role: Role
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The module's own parameters and buffers, by name."""
+        named = (*self.module._parameters.items(), *self.module._buffers.items())
+        return {name: tensor for name, tensor in named if tensor is not None}
 
 
 def _walk(root: nn.Module, base: nn.Module) -> Iterator[_Place]:
@@ -346,8 +333,7 @@ def _walk(root: nn.Module, base: nn.Module) -> Iterator[_Place]:
 
 def _below(place: _Place, name: str, child: nn.Module) -> list[_Place]:
     """Return the place of a child; for a dictionary of copies, the places of the copies."""
-    path = f"{place.path}.{name}" if place.path else name
-    plain = f"{place.plain}.{name}" if place.plain else name
+    path, plain = (f"{above}.{name}".removeprefix(".") for above in (place.path, place.plain))
     if place.role is Role.BASE and is_adapter_layer(place.module):
         if name == "base_layer":
             return [_Place(path, child, place.plain, Role.BASE)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +72,7 @@ class Held:
         return bool(self.sources) or self.is_refused
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
+class Problem(NamedTuple):
     """An error that concerns one tensor.
 
     kind: "missing" or "unexpected"; empty if `what` is the whole message.  of_head: whether the tensor
@@ -192,7 +192,7 @@ class Match:
             values = torch.empty(quantiser.shape, dtype=dtype, device="meta")
             name, plain = (n.rpartition(".")[0] for n in (entry.name, entry.plain))
             whole = Held(tensor=values, weight=weight, is_transposed=weight in self.transposed)
-            whole.entries.append(replace(entry, name=name, plain=plain, leaf="", tensor=values))
+            whole.entries.append(entry._replace(name=name, plain=plain, leaf="", tensor=values))
             self.held[id(values)] = self.by_name[name] = whole
             if entry.role is Role.BASE:
                 self.known[plain] = whole
@@ -263,16 +263,13 @@ class Match:
             else:
                 _, collected = to_convert.setdefault(renamed.name, (renamed, {}))
                 collected.setdefault(renamed.pattern, []).append(leaf)
+        shapes = {name: tuple(held.tensor.shape) for name, held in self.known.items()}
         for name, (renamed, collected) in to_convert.items():
-            target = Target(name=name, base=self.base, shape_of=self._shape_of)
+            target = Target(name=name, base=self.base, shape_of=shapes.get)
             try:
                 yield from converted(renamed.converter, collected, target).items()
             except CheckpointError as error:
                 self._note("", str(error))
-
-    def _shape_of(self, name: str) -> tuple[int, ...] | None:
-        held = self.known.get(name)
-        return None if held is None else tuple(held.tensor.shape)
 
     def _give(self, held: Held, source: Source) -> None:
         if held.weight is not None and not source.leaves[0].dtype.is_floating_point:
@@ -306,7 +303,7 @@ class Match:
         self._note("", what)
 
     def _note(self, kind: str, what: str, *, of_head: bool = False) -> None:
-        self.problems.append(Problem(kind=kind, what=what, of_head=of_head))
+        self.problems.append(Problem(kind, what, of_head))
 
     def _give_copies(self, name: str, source: Source) -> None:
         for copy in self.copies.get(name, ()):

@@ -207,12 +207,12 @@ _REMOTE = (
 """File systems whose files may be on another machine; all kinds of fuse count as such."""
 
 
-class CheckpointRows:
+class CheckpointRows(Files):
     """Reads other nodes' rows from a checkpoint that was loaded, for `runtime.cache.row_sources`."""
 
     def __init__(self, sources: Mapping[str, tuple[ParamSpec, Source]]) -> None:
+        super().__init__()
         self._sources = sources
-        self._files = Files()
 
     @property
     def keys(self) -> list[str]:
@@ -224,12 +224,8 @@ class CheckpointRows:
         spec, source = self._sources[key]
         shape = spec.layout.local_shape(node, place)
         out = torch.empty(shape, dtype=spec.home_dtype, device="cpu")
-        source.fill_boxes(out, spec.boxes(node, place), self._files)
+        source.fill_boxes(out, spec.boxes(node, place), self)
         return out
-
-    def close(self) -> None:
-        """Close the files."""
-        self._files.close()
 
 
 def is_local(path: Path, mounts: Path = Path("/proc/self/mounts")) -> bool:

@@ -94,11 +94,7 @@ class Disk:
         self.sync_folder(folder)
 
     def write_data(
-        self,
-        folder: Path,
-        rank: int,
-        tensors: Mapping[str, Tensor],
-        wrote: Callable[[int], object],
+        self, folder: Path, rank: int, tensors: Mapping[str, Tensor], wrote: Callable[[int], object]
     ) -> DataFile:
         """Write a rank's file to a data's folder; wrote: called with the bytes of each piece of tensors."""
         sums = BlockSums()
@@ -211,18 +207,14 @@ class DataFiles:
         """The path of a rank's file."""
         return self._folder / file_name(file)
 
-    def header(self, file: int) -> Mapping[str, Stored]:
-        """Return the tensors of a file, by name."""
+    def find(self, file: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
+        """Return the entry of a tensor, which must have the given dtype and shape."""
         if file not in self._headers:
             size_bytes = self._check_size(file)
             self._headers[file], _ = stored_tensors(
                 self.path(file), size_bytes, lambda a, b: bytes(self._bytes(file, a, b))
             )
-        return self._headers[file]
-
-    def find(self, file: int, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Stored:
-        """Return the entry of a tensor, which must have the given dtype and shape."""
-        stored = self.header(file).get(name)
+        stored = self._headers[file].get(name)
         if stored is None or (stored.dtype, stored.shape) != (dtype, shape):
             self._fail(file, f"has no {name!r} of {dtype} {shape}")
         return stored
@@ -236,7 +228,9 @@ class DataFiles:
         size = stored.dtype.itemsize
         start = stored.start + first * size
         raw = self._bytes(file, start, start + math.prod(shape) * size)
-        return _as_tensor(raw, stored.dtype, shape)
+        if not raw:
+            return torch.empty(shape, dtype=stored.dtype, device="cpu")
+        return torch.frombuffer(raw, dtype=torch.uint8).view(stored.dtype).reshape(shape)
 
     def blocks(self, runs: Iterable[tuple[int, int, int]]) -> list[FileBlock]:
         """Return the blocks that contain runs of bytes (file, start, stop), in file order, none twice."""
@@ -306,9 +300,3 @@ class DataFiles:
 
     def _fail(self, file: int, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.path(file)} {problem}; load another checkpoint")
-
-
-def _as_tensor(raw: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not raw:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(raw, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -16,7 +16,7 @@ import copy
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from fcdp_compile.core.params.mesh import Topology, everyone_ranks
 from fcdp_compile.core.params.packing import put_boxes
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.ranks.lost_ranks import naming_lost_ranks
+from fcdp_compile.core.ranks.messages import Attempts
 from fcdp_compile.core.sharding.sharded_class import STATE
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.models.files.safetensors_file import as_bytes
@@ -38,42 +39,20 @@ from fcdp_compile.torch_compat import storage_id
 
 _DOING = "whole parameters on their way to the rank that writes them"
 
-T = TypeVar("T")
 
-
-class WholeValues:
-    """Brings whole parameters to the writer.
-
-    [Note: no early way out] If a rank fails, it remembers its error (`error`) and goes on sending and
-    receiving, if need be anything, because the other ranks wait for its messages.  From time to time all
-    ranks exchange their errors (`together`); after an error, everything that was written is thrown away.
-
-    Uses the group of all ranks, on the Python thread.
+class WholeValues(Attempts):
+    """Brings whole parameters to the writer, by the group of all ranks, on the Python thread.
 
     keeps: whether this rank gets the values, which are on `device`.
     """
 
     def __init__(self, topology: Topology) -> None:
+        super().__init__()
         self._topology = topology
         self._ranks = everyone_ranks(topology)
         self._here = (topology.node, topology.place, topology.number % topology.sharers)
         self.keeps = topology.number == 0
         self.device = torch.device("cpu")
-        self.error: Exception | None = None
-
-    def attempt(self, act: Callable[[], T]) -> T | None:
-        """Call `act`, unless this rank has failed before ([Note: no early way out])."""
-        if self.error is None:
-            try:
-                return act()
-            except Exception as error:  # any error must reach all ranks
-                self.error = error
-        return None
-
-    def check(self) -> None:
-        """Raise the error that this rank has remembered; for `together`."""
-        if self.error is not None:
-            raise self.error
 
     def whole(self, record: ParamRecord) -> Tensor | None:
         """Return a parameter in its home dtype on the writer's CPU, else None; all ranks must call it.
@@ -149,6 +128,8 @@ def _empty(shape: tuple[int, ...], spec: ParamSpec) -> Tensor:
 class ModelTensors:
     """Whole tensors of a model by name, fetched on request; only ranks that ask for values keep them.
 
+    names_on_meta: of the last twin's tensors that were not fetched, by `storage_id`.
+
     Raises: FcdpError for a DTensor that no record knows.
     """
 
@@ -159,7 +140,7 @@ class ModelTensors:
         by_place = {} if state is None else state.records.by_parameter()
         self._records = {n: by_place[id(t)] for n, t in self._tensors.items() if id(t) in by_place}
         self._whole: dict[int, Tensor] = {}
-        self._names_on_meta: dict[int, str] = {}
+        self.names_on_meta: dict[int, str] = {}
         for name, tensor in self._tensors.items():
             if name in self._records:
                 self._records[name].parameter()  # raises if its new value is cut differently
@@ -208,12 +189,8 @@ class ModelTensors:
 
     def twin(self) -> nn.Module:
         """Return a twin of the model; tensors that were not fetched are on meta."""
-        self._names_on_meta.clear()
+        self.names_on_meta = {}
         return Twins(self._stand_in).of(self._root)
-
-    def names_on_meta(self) -> dict[int, str]:
-        """Return the names of the last twin's tensors that were not fetched, by `storage_id`."""
-        return dict(self._names_on_meta)
 
     def lacking(self, tensors: Iterable[Tensor]) -> list[str]:
         """Return the names of the tensors that were not fetched, given tensors of the last twin.
@@ -221,12 +198,12 @@ class ModelTensors:
         Raises: FcdpError for a tensor that was computed from one that was not fetched.
         """
         storages = {storage_id(tensor) for tensor in tensors if tensor.is_meta}
-        if storages - self._names_on_meta.keys():
+        if storages - self.names_on_meta.keys():
             raise FcdpError(
                 "PEFT computes a part of the adapter from weights of the base, which fcdp does not gather to "
                 "save an adapter; call the model's own save_pretrained within fcdp_compile.gathered(model)"
             )
-        return [name for storage, name in self._names_on_meta.items() if storage in storages]
+        return [name for storage, name in self.names_on_meta.items() if storage in storages]
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if (whole := self._whole.get(id(tensor))) is not None:
@@ -234,7 +211,7 @@ class ModelTensors:
         if (name := self._names.get(id(tensor))) is None:  # of a module in an attribute
             return _copy(tensor)
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        self._names_on_meta[storage_id(meta)] = name
+        self.names_on_meta[storage_id(meta)] = name
         return meta
 
 

@@ -85,13 +85,18 @@ def stream_state(
         )
     same_act(state.collectives, "calls stream_state")
     state.unset.refuse("stream_state")
-    stream = _Stream(root, state, only=only, on=on)
-    if other := first_other(together(everyone, lambda: stream.plan(bucket_bytes))):
+    found: list[_Stream] = []
+
+    def plan() -> str:
+        found.append(_Stream(root, state, only, on, bucket_bytes))
+        return found[0].digest
+
+    if other := first_other(together(everyone, plan)):
         raise FcdpError(
             f"ranks 0 and {other} are about to stream different tensors; call stream_state with the same "
             "model on every rank"
         )
-    return stream.buckets()
+    return found[0].buckets()
 
 
 def _checked(only: str, on: Collection[int], bucket_bytes: int, ranks: int) -> str:
@@ -109,40 +114,42 @@ def _checked(only: str, on: Collection[int], bucket_bytes: int, ranks: int) -> s
 
 
 class _Stream:
-    """One use of `stream_state`."""
+    """One use of `stream_state`: decides which tensors each bucket has, without communication.
+
+    digest: of that decision.
+
+    Raises: the errors of `stream_state`.
+    """
 
     def __init__(
-        self, root: nn.Module, state: ShardedModel, *, only: str, on: Collection[int]
+        self,
+        root: nn.Module,
+        state: ShardedModel,
+        only: str,
+        on: Collection[int],
+        bucket_bytes: int,
     ) -> None:
-        self._root, self._state, self._only = root, state, only
-        everyone = state.topology.everyone
+        self._state, everyone = state, state.topology.everyone
         mine = 0 if everyone is None else dist.get_rank(everyone)
         self._values = GatheredValues(state, keeps=mine in on)
-
-    def plan(self, bucket_bytes: int) -> str:
-        """Decide which tensors each bucket has, without communication; returns a digest of that.
-
-        Raises: the errors of `stream_state`.
-        """
-        if self._state.whole:
+        if state.whole:
             raise FcdpError(
                 "stream_state gathers parameters that a block of fcdp_compile.gathered has gathered already; "
                 "leave the block first"
             )
-        self._read: Callable[[nn.Module], dict[str, Tensor]]
-        self._read = reader_of(self._root, only=self._only)
-        self._copies = ModelTensors(self._root, self._state)
+        self._read: Callable[[nn.Module], dict[str, Tensor]] = reader_of(root, only=only)
+        self._copies = ModelTensors(root, state)
         try:
             with torch.no_grad():
                 self._plan = in_buckets(self._copies, self._read, bucket_bytes)
         except NotImplementedError as error:
             # An operation that needs values, such as PEFT's on prompt encoders.
             raise FcdpError(
-                f"{type(self._root).__name__} cannot be streamed, because its library computes tensors to "
+                f"{type(root).__name__} cannot be streamed, because its library computes tensors to "
                 f"save from values ({error}); write it with fcdp_compile.save_pretrained"
             ) from error
         text = f"{self._copies.describe(self._copies.names())}\n{self._plan}"
-        return hashlib.sha256(text.encode()).hexdigest()
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
 
     def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Yield the buckets."""
@@ -222,7 +229,7 @@ def in_buckets(
     read: returns the export's tensors of a twin.  bucket_bytes: a bucket is larger only if it is one piece.
     """
     twin = copies.twin()
-    with _Sources(copies.names_on_meta()) as sources:
+    with _Sources(copies.names_on_meta) as sources:
         tensors = read(twin)
     order = {name: i for i, name in enumerate(copies.names())}
     buckets: list[Piece] = []
