@@ -23,7 +23,7 @@ FILE_LINES = 600
 TOO_LARGE: set[str] = set()
 """Exceptions that are still too large."""
 
-SHARED_NAMES = {"Collectives", "Entry", "Rows", "Slot", "Source", "Step"}
+SHARED_NAMES = {"Collectives", "Entry", "Slot", "Source", "Step"}
 """Names that several classes still have."""
 
 

@@ -382,9 +382,6 @@ class _Write:
             raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}") from error
 
 
-# --- progress ---------------------------------------------------------------------------------------------
-
-
 def need_bar(*, shown: bool) -> None:
     """Make sure that a bar can be shown, if one is to be.
 

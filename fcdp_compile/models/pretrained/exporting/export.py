@@ -140,13 +140,8 @@ def export(
     (kind, copies, names), values, aside = prepared[0], WholeValues(topology), Aside(path)
 
     def begin() -> None:
-        # `from_pretrained` would add the adapter to the model.
-        is_model = kind.adapters is None and (merge or is_transformers_model(root))
-        if is_model and (path / "adapter_config.json").exists():
-            raise FcdpError(
-                f"{path} has an adapter (adapter_config.json), which from_pretrained would add to the model "
-                "that save_pretrained is about to write; choose another folder, or remove the adapter"
-            )
+        if kind.adapters is None and (merge or is_transformers_model(root)):
+            _refuse_beside_adapter(path)
         _refuse_without_room(copies.size_bytes(names) + kind.more_bytes)
         aside.make()
 
@@ -164,6 +159,15 @@ def export(
         if values.keeps:
             aside.discard()
         raise
+
+
+def _refuse_beside_adapter(folder: Path) -> None:
+    """Refuse a whole model beside an adapter: `from_pretrained` would add the adapter to it."""
+    if (folder / "adapter_config.json").exists():
+        raise FcdpError(
+            f"{folder} has an adapter (adapter_config.json), which from_pretrained would add to the model "
+            "that save_pretrained is about to write; choose another folder, or remove the adapter"
+        )
 
 
 def _refuse_without_room(size_bytes: int) -> None:
