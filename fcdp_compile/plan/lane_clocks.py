@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from fcdp_compile.plan.records import Lane
+from fcdp_compile.plan.kinds import Lane
 
 T = TypeVar("T")
 
