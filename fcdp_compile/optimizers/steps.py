@@ -291,6 +291,5 @@ def _bring(states: dict[str, Any]) -> None:
     for key, value in states.items():
         if not isinstance(value, Tensor) or value.device.type == "cpu":
             continue
-        is_cut = isinstance(value, DTensor)
         held = held_by(value).cpu()
-        states[key] = HomeTensor.on_home(held, value._spec) if is_cut else held
+        states[key] = HomeTensor.on_home(held, value._spec) if isinstance(value, DTensor) else held
