@@ -19,7 +19,8 @@ from fcdp_compile.cluster.link_fit import Timed
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, find_profile, profile_to_json
 from fcdp_compile.cluster.requests import ProbeOutcome, ProbeRequest
 from fcdp_compile.core.params.mesh import topology_of
-from fcdp_compile.tools.probe.measure import _device_of, probe
+from fcdp_compile.devices import current_device
+from fcdp_compile.tools.probe.measure import probe
 from fcdp_compile.tools.probe.timings import Probing
 from tests.distributed import ranks
 
@@ -181,7 +182,7 @@ def test_ranks_that_no_nodes_divide_are_refused_on_all() -> None:
 
 def _slowdown(mesh: DeviceMesh) -> list[float]:
     topology = topology_of(mesh)
-    probing = Probing(topology, _device_of(topology))
+    probing = Probing(topology, current_device(topology.device_type))
     size = 64 * KIB
     alone_s = probing.load_alone_s(size, budget_s=0.1)
     return [alone_s, probing.gather_slowdown(Timed(size, 1e-3), Timed(size, 1e-3 / 4))]

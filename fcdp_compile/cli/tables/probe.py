@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from fcdp_compile.cluster.link_fit import Timed, worst_deviation
 from fcdp_compile.cluster.profile import ClusterProfile, Measured, Sample
@@ -24,39 +25,45 @@ _NAMES = {
 _MIB, _GIB, _G = 2**20, 2**30, 1e9
 
 
-def table_three(profile: ClusterProfile) -> dict[Measured, float]:
-    """Return the paper's table III for a cluster: seconds for 16 GB over each link, as a rank uses it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableThree:
+    """Seconds for 16 GB over each link of a cluster.
 
-    Of an all-gather between nodes, (N-1)/N of the bytes cross each node's card, for all its ranks together;
-    within a node, (g-1)/g leave each rank.  N is 2 if the profile has no number of nodes.
+    network_s, within_s: an all-gather of 16 GB between nodes and within a node; (N-1)/N of the bytes cross
+    each node's card, for all its ranks together, and (g-1)/g leave each rank of a node.  h2d_s, d2h_s: 16 GB
+    over a rank's share of a host link.
     """
-    n, g = _nodes(profile), profile.ranks_per_node
-    sent = {
-        Measured.INTER_ALL_GATHER: _TABLE_BYTES * (n - 1) / n,
-        Measured.INTRA_ALL_GATHER: _TABLE_BYTES * (g - 1) / g,
-    }
-    links = _links_of(profile).items()
-    return {of: link.time_s(sent.get(of, _TABLE_BYTES)) for of, link in links}
+
+    network_s: float
+    within_s: float
+    h2d_s: float
+    d2h_s: float
+
+    @property
+    def host_is_faster(self) -> float:
+        """How many times as fast as the network one rank's host link moves 16 GB."""
+        return self.network_s / self.h2d_s
 
 
-def _links_of(profile: ClusterProfile) -> dict[Measured, Link]:
+def table_three(profile: ClusterProfile) -> TableThree:
+    """Return the paper's table III for a cluster; for two nodes if the profile has no number of nodes."""
     machine = profile.rank_machine
-    return {
-        Measured.INTER_ALL_GATHER: machine.inter,
-        Measured.INTRA_ALL_GATHER: machine.intra,
-        Measured.H2D: machine.h2d,
-        Measured.D2H: machine.d2h,
-    }
+    n, g = _nodes(profile), profile.ranks_per_node
+    return TableThree(
+        network_s=machine.inter.time_s(_TABLE_BYTES * (n - 1) / n),
+        within_s=machine.intra.time_s(_TABLE_BYTES * (g - 1) / g),
+        h2d_s=machine.h2d.time_s(_TABLE_BYTES),
+        d2h_s=machine.d2h.time_s(_TABLE_BYTES),
+    )
 
 
 def verdict(profile: ClusterProfile) -> str:
     """Say in two lines whether the host is faster than the network, and what follows for strategies."""
     three, g = table_three(profile), profile.ranks_per_node
-    load_s, network_s = three[Measured.H2D], three[Measured.INTER_ALL_GATHER]
-    once, node = network_s / load_s, g * (network_s / load_s)
+    once, node = three.host_is_faster, g * three.host_is_faster
     times = (
-        f"a rank loads 16 GB from host memory in {load_s:.4g} s, and {_nodes(profile)} nodes gather "
-        f"16 GB over the network in {network_s:.4g} s"
+        f"a rank loads 16 GB from host memory in {three.h2d_s:.4g} s, and {_nodes(profile)} nodes gather "
+        f"16 GB over the network in {three.network_s:.4g} s"
     )
     answer = (
         f"Yes, {once:.3g} times" if once > 1 else f"No, the network is {1 / once:.3g} times as fast"
@@ -72,7 +79,8 @@ def verdict(profile: ClusterProfile) -> str:
         "fcdp gains: it loads the parameters that other strategies gather again."
         if node > 1
         else "fcdp gains nothing if it loads parameters instead of gathering them again: zero3 needs no "
-        "host memory, and zero++ keeps node shards on the GPU."
+        "host memory, and "
+        "zero++ keeps node shards on the GPU."
     )
     return f"Is the host faster than your network? {answer}: {times}.\n{together}: {advice}"
 
@@ -99,8 +107,16 @@ def _nodes(profile: ClusterProfile) -> int:
 
 
 def _links(profile: ClusterProfile) -> str:
-    three = table_three(profile)
-    rows = [_link_row(profile, of, link, three[of]) for of, link in _links_of(profile).items()]
+    machine, three = profile.rank_machine, table_three(profile)
+    rows = [
+        _link_row(profile, of, link, seconds)
+        for of, link, seconds in (
+            (Measured.INTER_ALL_GATHER, machine.inter, three.network_s),
+            (Measured.INTRA_ALL_GATHER, machine.intra, three.within_s),
+            (Measured.H2D, machine.h2d, three.h2d_s),
+            (Measured.D2H, machine.d2h, three.d2h_s),
+        )
+    ]
     headers = ("link", "latency us", "GB/s", "16 GB in s", "from")
     return table(headers, rows, ("left", "right", "right", "right", "left"))
 
