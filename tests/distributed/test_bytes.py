@@ -352,12 +352,13 @@ def test_adapters_travel_in_one_gather_and_one_reduction(
 ) -> None:
     """One per level, however many adapters there are: each small message costs a latency."""
     nodes, _, results = measured
-    for found in [
-        ranks[key] for ranks in results for key in [("odd-lora", "fcdp", True)] if key in ranks
-    ]:
+    key = ("odd-lora", "fcdp", True)
+    if nodes == 1 or key not in results[0]:
+        pytest.skip("these jobs send no adapters between nodes")
+    for found in (ranks[key] for ranks in results):
         for step in found.steps[1:]:
-            assert step.calls["inter_all_gather"] == (nodes > 1)
-            assert step.calls["inter_reduce_scatter"] == (nodes > 1)
+            assert step.calls["inter_all_gather"] == 1
+            assert step.calls["inter_reduce_scatter"] == 1
             assert step.calls["intra_reduce_scatter"] == 1
             assert step == found.planned_steady
         assert found.steps[0] == found.planned_first
