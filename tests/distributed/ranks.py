@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -153,6 +154,8 @@ def _rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # A server that cannot import a module goes on without it, and each rank imports everything by itself.
+    assert sys.modules.keys() >= set(_PRELOAD), f"ranks' server could not import {_PRELOAD}"
     for name in [n for n in os.environ if n.startswith("FCDP_") and n not in environment]:
         del os.environ[name]  # of the test that started the server
     os.environ.update(environment)

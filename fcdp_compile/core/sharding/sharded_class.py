@@ -105,42 +105,36 @@ def _gathering_property(name: str) -> property:
     key that Dynamo takes for a constant; eager, with a note for the backward of what was read.
     """
 
-    def get(self: nn.Module) -> Tensor:
-        parameter = self._parameters.get(name)
-        state = _state(self)
+    # Dynamo traces a call of this function for every read: it calls little, and reads few objects.
+    def get(self: Any) -> Tensor:
+        parameter: Tensor | None = self._parameters.get(name)
         if parameter is None:
             raise AttributeError(f"{type(self).__name__!r} object has no parameter {name!r}")
+        state: ModuleState = self._fcdp
+        if torch.compiler.is_compiling():
+            if not isinstance(parameter, HomeShard):
+                _check_read(state, name, parameter)
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            full: Tensor = UNSHARD(local, self._fcdp_key_of(name, state.alike[name]))
         # When a backward recomputes a checkpointed function, no forward is running.
-        if not (torch.compiler.is_compiling() or state.gate.inside or is_recomputing()):
+        elif not (state.gate.inside or is_recomputing()):
             return parameter
-        if not torch.compiler.is_compiling() and state.keys[name] in state.model.whole:
+        elif state.keys[name] in state.model.whole:
             # In the dtype of gathered parameters; no copy if the home shards have this dtype.
             return parameter.to(state.model.spec(state.keys[name]).gather_dtype)
-        # Some tensor parallel layers compute with local tensors: they put `to_local` in a parameter's place.
-        is_local = name in state.inner and not isinstance(parameter, DTensor)
-        _refuse_derivatives()
-        if state.is_on_mesh and not isinstance(parameter, DTensor) and not is_local:
-            # Check the class, which is the same on all ranks: on some ranks a shard has the whole shape too.
-            raise whole_error(state.keys[name].partition(":")[2], parameter)
-        if isinstance(parameter, DTensor) and not isinstance(parameter, HomeShard):
-            # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
-            check_cut(parameter, state.keys[name], state.cuts[name])
-        local: Tensor = parameter
-        if isinstance(parameter, HomeTensor) and not torch.compiler.is_compiling():
-            local = local_of(parameter)  # UNSHARD brings back what it reads
-        elif isinstance(parameter, DTensor):
-            local = parameter.to_local()
-        if not torch.compiler.is_compiling():
+        else:
+            _refuse_derivatives()
+            _check_read(state, name, parameter)
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            if isinstance(parameter, HomeTensor):
+                local = local_of(parameter)  # UNSHARD brings back what it reads
             with _counting_writes():
-                full: Tensor = UNSHARD(local, state.keys[name])
+                full = UNSHARD(local, state.keys[name])
             if state.gate.reads is not None and not full.is_inference():
                 state.gate.reads.append(Read.of(state.keys[name], full))
-        else:
-            own: Any = self
-            full = UNSHARD(local, own._fcdp_key_of(name, state.alike[name]))
-        if is_local or name not in state.inner:
-            return full
-        return state.inner[name].of(full)  # a DTensor: ranks of "tp" have parts of it
+        if name in state.inner and isinstance(parameter, DTensor):
+            return state.inner[name].of(full)  # a DTensor: ranks of "tp" have parts of it
+        return full
 
     def put(self: nn.Module, value: Any) -> NoReturn:
         # Reached once the parameter is gone: before, nn.Module's own assignment replaces parameters.
@@ -150,6 +144,21 @@ def _gathering_property(name: str) -> property:
         )
 
     return property(get, put)
+
+
+def _check_read(state: ModuleState, name: str, parameter: Tensor) -> None:
+    """Check the class and the cut of a value that is about to be gathered.
+
+    Raises: FcdpError.
+    """
+    if not isinstance(parameter, DTensor):
+        # Some tensor parallel layers compute with local tensors: they put `to_local` in a parameter's place.
+        if state.is_on_mesh and name not in state.inner:
+            # Check the class, which is the same on all ranks: on some ranks a shard has the whole shape too.
+            raise whole_error(state.keys[name].partition(":")[2], parameter)
+    elif not isinstance(parameter, HomeShard):
+        # A local shard of the right shape may hold other rows: [Shard(0), Shard(0)] on another mesh.
+        check_cut(parameter, state.keys[name], state.cuts[name])
 
 
 @contextmanager
@@ -174,28 +183,33 @@ def _forward_within_gate(
 ) -> Callable[..., Any]:
     inner: Callable[..., Any] = cls.forward
 
-    # After a graph break inside, Python runs this frame and sets the gate for code that runs eagerly;
-    # without a graph break, Dynamo removes the assignments.
-    @functools.wraps(inner)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_root:
             self._fcdp_refuse_new_parameters()
         if input_dtype is not None:
             args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
-        gate = _state(self).gate
-        run = inner if torch.compiler.is_compiling() else functools.partial(gate.watch, inner)
-        if gate.inside:
-            # Dynamo of torch 2.11 allows no assignments in a checkpointed function.
-            return _requiring_grad(self, run(self, *args, **kwargs))
-        gate.inside = True
-        try:
-            return _requiring_grad(self, run(self, *args, **kwargs))
-        finally:
-            gate.inside = False
+        return inner(self, *args, **kwargs)
 
     # Dynamo counts recompiles by code object: a shared object would add up all classes and models.
-    own: Any = forward
+    own: Any = traced
     own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
+    inlined = traced if is_root or input_dtype is not None else inner
+
+    # Python runs the first of these frames, so the gate is set for all that runs eagerly below it, whatever
+    # is traced.  Frames that Dynamo inlines leave the gate alone: each look at it would be a guard.
+    @functools.wraps(inner)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            result = inlined(self, *args, **kwargs)
+            return _requiring_grad(self, result) if self._forward_hooks else result
+        gate = _state(self).gate
+        before, gate.inside = gate.inside, True
+        try:
+            return gate.watch(traced, self, *args, **kwargs)
+        finally:
+            gate.inside = before
+
+    skip_frame(forward)
     return forward
 
 
@@ -206,19 +220,16 @@ def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:
     def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
         compiled: Any = self._compiled_call_impl
-        gate, model = _state(self).gate, _state(self).model
+        calls, model = _state(self).gate.calls, _state(self).model
 
-        # The gate is a guard of the compiled code, and activation checkpointing calls a module outside of
-        # any forward, where its code must not be compiled again.
         def call(*args: Any, **kwargs: Any) -> Any:
             if model.whole:  # as in `_noted_call`, which does not reach what was compiled in place
                 return torch.compiler.disable(self._call_impl)(*args, **kwargs)
-            before = gate.inside, gate.calls.inside
-            gate.inside = gate.calls.inside = True
+            before, calls.inside = calls.inside, True
             try:
                 return compiled(*args, **kwargs)
             finally:
-                gate.inside, gate.calls.inside = before
+                calls.inside = before
 
         self._compiled_call_impl = call
 
@@ -232,9 +243,9 @@ def _requiring_grad(module: nn.Module, result: Any) -> Any:
     checkpointing.  Dynamo breaks the graph where a hook sets `requires_grad` (PyTorch 2.13 only after it has
     traced the whole model, in every frame above), but not where nothing is left to set.
     """
-    if not (torch.compiler.is_compiling() and module._forward_hooks and torch.is_grad_enabled()):
+    if not (torch.is_grad_enabled() and isinstance(result, Tensor) and result.is_floating_point()):
         return result
-    if not (isinstance(result, Tensor) and result.is_floating_point()) or result.requires_grad:
+    if result.requires_grad:
         return result
     # nn.Module's attributes are typed as tensors and modules.
     asks: Any = module._fcdp_only_asks_for_gradients
@@ -268,18 +279,22 @@ def gated_forward(
     forward would read home shards, and gradients computed from them would not be averaged.
     """
 
-    @functools.wraps(own)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def traced(*args: Any, **kwargs: Any) -> Any:
         if input_dtype is not None:
             args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
-        if gate.inside:
-            return own(*args, **kwargs)
-        gate.inside = True
-        try:
-            return own(*args, **kwargs)
-        finally:
-            gate.inside = False
+        return own(*args, **kwargs)
 
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return traced(*args, **kwargs)
+        before, gate.inside = gate.inside, True
+        try:
+            return traced(*args, **kwargs)
+        finally:
+            gate.inside = before
+
+    skip_frame(forward)
     return forward
 
 
@@ -293,15 +308,14 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
         state = _state(self)
         calls = state.gate.calls
         state.model.unset.refuse("a forward")
-        was_inside = calls.inside
-        calls.inside = True
+        before, calls.inside = calls.inside, True
         try:
             if state.model.whole:
                 # Compiled graphs would gather, but parameters are whole already.
                 return torch.compiler.disable(inner)(self, *args, **kwargs)
             return inner(self, *args, **kwargs)
         finally:
-            calls.inside = was_inside
+            calls.inside = before
 
     # `calls.inside` must be set before the guards of the called code are checked.
     skip_frame(call)
