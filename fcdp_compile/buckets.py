@@ -1,4 +1,4 @@
-"""Buckets from the parameters that they hold."""
+"""Buckets from the parameters that they hold, and where they wait if there is room."""
 
 from __future__ import annotations
 
@@ -6,9 +6,35 @@ from collections.abc import Sequence
 
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import bucket_strategy
-from fcdp_compile.plan import Bucket, BucketParam
+from fcdp_compile.plan import Bucket, BucketParam, Tier
+from fcdp_compile.strategy import Cache, GradientOn, Strategy
 from fcdp_compile.strategy.formats import Format
 from fcdp_compile.strategy.gathering import Algorithm
+
+_TIERS = {
+    Cache.NONE: Tier.NONE,
+    Cache.GPU: Tier.GPU,
+    Cache.GPU_FULL: Tier.GPU_FULL,
+    Cache.HOST: Tier.HOST,
+    Cache.ADAPTIVE: Tier.HOST,  # until `choose_tiers` has seen the whole step
+}
+
+_GRADIENT_TIERS = {
+    None: Tier.NONE,
+    GradientOn.GPU: Tier.GPU,
+    GradientOn.HOST: Tier.HOST,
+    GradientOn.AUTO: Tier.HOST,  # until `place_gradients` knows how much room there is
+}
+
+
+def wanted_tier(strategy: Strategy) -> Tier:
+    """Where a bucket's copy waits by its strategy, if there is room."""
+    return _TIERS[strategy.cache]
+
+
+def wanted_gradient_tier(strategy: Strategy) -> Tier:
+    """Where a bucket's gradients wait between micro-batches by its strategy, if there is room."""
+    return _GRADIENT_TIERS[strategy.accumulates_on]
 
 
 def exact_bucket(number: int, specs: Sequence[ParamSpec], *, is_frozen: bool, why: str) -> Bucket:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from fcdp_compile.buckets import exact_bucket
+from fcdp_compile.buckets import exact_bucket, wanted_gradient_tier, wanted_tier
 from fcdp_compile.cluster.bucket_size import bucket_bytes
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import bucket_strategy, wire_format
 from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
-from fcdp_compile.strategy import Cache, GradientOn, Strategy
+from fcdp_compile.strategy import Cache, Strategy
 from fcdp_compile.strategy.gathering import Algorithm
 
 _Kind = tuple[bool, torch.dtype, torch.dtype, torch.dtype | None, Strategy]
@@ -22,22 +22,6 @@ _Kind = tuple[bool, torch.dtype, torch.dtype, torch.dtype | None, Strategy]
 
 All parameters of a bucket agree in these.
 """
-
-_TIERS = {
-    Cache.NONE: Tier.NONE,
-    Cache.GPU: Tier.GPU,
-    Cache.GPU_FULL: Tier.GPU_FULL,
-    Cache.HOST: Tier.HOST,
-    Cache.ADAPTIVE: Tier.HOST,  # until `choose_tiers` has seen the whole step
-}
-
-
-_GRADIENT_TIERS = {
-    None: Tier.NONE,
-    GradientOn.GPU: Tier.GPU,
-    GradientOn.HOST: Tier.HOST,
-    GradientOn.AUTO: Tier.HOST,  # until `place_gradients` knows how much room there is
-}
 
 
 def bucket(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
@@ -201,16 +185,13 @@ def _algorithm(made: Bucket) -> Algorithm:
 def _gradient_tier(strategy: Strategy, ctx: PassContext) -> Tier:
     if ctx.direction is Direction.BACKWARD:  # gradients are reduced in the buckets of the forward
         return Tier.NONE
-    on = strategy.accumulates_on
-    if on is GradientOn.AUTO and not strategy.keeps_on_host:
-        return Tier.GPU
-    return _GRADIENT_TIERS[on]
+    return wanted_gradient_tier(strategy)
 
 
 def _tier(made: Bucket, taken_bytes: int, ctx: PassContext) -> Tier:
     if ctx.direction is Direction.BACKWARD:
         return Tier.NONE
-    tier = _TIERS[made.strategy.cache]
+    tier = wanted_tier(made.strategy)
     if tier is not Tier.HOST or ctx.host_budget is None:
         return tier
     fits = taken_bytes + made.host_bytes <= ctx.host_budget.bytes

@@ -48,7 +48,7 @@ class Costs:
 
 
 def costs(strategy: Strategy) -> Costs:
-    """The costs of a strategy on N > 1 nodes; an adaptive cache counts as if all of it were on the host.
+    """The costs of a strategy on N > 1 nodes; all that may wait on the host counts as if it did.
 
     Optimizer states are not counted, in either memory.
     """
@@ -84,8 +84,10 @@ def costs(strategy: Strategy) -> Costs:
     kept = {Cache.GPU: W / g, Cache.GPU_FULL: W}.get(strategy.cache, sympy.Integer(0))
     homes, kept_gradients = (T if leaves else W) / shards, T / shards
     # A store in a cold forward, a load in any other forward and in every backward; gradients both ways.
-    bus = 2 * s * kept_on_host / g + 2 * (s - 1) * waits if on_host else sympy.Integer(0)
-    host = kept_on_host + g * waits if on_host else sympy.Integer(0)
+    kept_on_host *= int(on_host)
+    waits_on_host = waits * int(strategy.accumulates_on_host)
+    bus = 2 * s * kept_on_host / g + 2 * (s - 1) * waits_on_host
+    host = kept_on_host + g * waits_on_host
     if (
         strategy.offloads
     ):  # home shards are loaded for each gather, and reduced gradients are stored
@@ -100,7 +102,7 @@ def costs(strategy: Strategy) -> Costs:
         first_inter=sympy.factor(first * between if is_global else sympy.Integer(0)),
         first_intra=sympy.factor((F if is_full else sympy.Integer(0)) * within),
         gpu=sympy.factor(homes + kept),
-        gradients=sympy.factor(kept_gradients + (0 if on_host else waits)),
+        gradients=sympy.factor(kept_gradients + waits - waits_on_host),
         host=host,
     )
 

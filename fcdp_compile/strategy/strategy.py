@@ -168,7 +168,7 @@ class Strategy:
     @property
     def uses_host(self) -> bool:
         """Whether anything may wait in host memory."""
-        return self.keeps_on_host or self.accumulates_on is GradientOn.HOST
+        return self.keeps_on_host or self.accumulates_on_host
 
     @property
     def may_keep_full(self) -> bool:
@@ -177,8 +177,19 @@ class Strategy:
 
     @property
     def accumulates_on(self) -> GradientOn | None:
-        """Where gradients of micro-batches wait; None if each is reduced to the home shards."""
-        return None if self.gradient is Scope.GLOBAL else self.gradient_on
+        """Where gradients of micro-batches wait; None if each is reduced to the home shards.
+
+        Auto only if cached node shards may be on the host, too.
+        """
+        if self.gradient is Scope.GLOBAL:
+            return None
+        is_all_on_gpu = self.gradient_on is GradientOn.AUTO and not self.keeps_on_host
+        return GradientOn.GPU if is_all_on_gpu else self.gradient_on
+
+    @property
+    def accumulates_on_host(self) -> bool:
+        """Whether gradients of micro-batches may wait on the host."""
+        return self.accumulates_on in (GradientOn.AUTO, GradientOn.HOST)
 
     def formats(self, *, is_frozen: bool) -> tuple[Format, Format]:
         """The formats of weights between nodes and on the host."""

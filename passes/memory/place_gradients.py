@@ -45,7 +45,7 @@ def fit_gradients(reduced: Sequence[Use], *, host_bytes: int) -> list[bool]:
     waits = []
     for use in reduced:
         accumulates = use.placement.accumulates
-        if accumulates and use.bucket.strategy.uses_host:
+        if accumulates and use.bucket.strategy.accumulates_on_host:
             size_bytes = use.bucket.waiting_gradient_bytes
             accumulates = size_bytes <= host_bytes
             host_bytes -= size_bytes if accumulates else 0

@@ -157,7 +157,7 @@ class BucketBook:
         waits = fit_gradients(new, host_bytes=left_bytes)
         for use, waiting in zip(new, waits, strict=True):
             bucket = use.bucket
-            on_host = bucket.waiting_gradient_bytes if bucket.strategy.uses_host else 0
+            on_host = bucket.waiting_gradient_bytes if bucket.strategy.accumulates_on_host else 0
             self._gradient_bytes[params[use]] = on_host if waiting else None
         fitting = {
             use: use

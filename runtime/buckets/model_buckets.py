@@ -7,17 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from fcdp_compile.buckets import exact_bucket
-from fcdp_compile.plan import Bucket, Placement, Plan, Tier
+from fcdp_compile.buckets import exact_bucket, wanted_gradient_tier, wanted_tier
+from fcdp_compile.plan import Bucket, Placement, Plan
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.parameters.generations import Generations
 from fcdp_compile.runtime.parameters.record import Records
-from fcdp_compile.strategy import Cache, GradientOn
-
-_TIERS = {Cache.GPU: Tier.GPU, Cache.GPU_FULL: Tier.GPU_FULL}
-"""Where copies of strategies that keep them on the GPU wait; all others wait on the host."""
 
 
 class ModelBuckets:
@@ -53,11 +49,10 @@ class ModelBuckets:
             spec = replace(self._records[key].spec, gather_dtype=dtype)
             why = "used outside of graphs"
             bucket = exact_bucket(-1, [spec], is_frozen=is_frozen, why=why)
-            on_host = spec.strategy.uses_host and spec.strategy.accumulates_on is not GradientOn.GPU
             placement = Placement(
                 bucket=-1,
-                tier=_TIERS.get(bucket.strategy.cache, Tier.HOST),
-                gradient_tier=Tier.HOST if on_host else Tier.GPU,
+                tier=wanted_tier(bucket.strategy),
+                gradient_tier=wanted_gradient_tier(spec.strategy),
                 why=why,
             )
             cache = BucketCache(bucket, self.transport)

@@ -14,7 +14,7 @@ from fcdp_compile.passes.memory.place_gradients import (
     place_gradients,
 )
 from fcdp_compile.plan import Bucket, Placement, Tier
-from fcdp_compile.strategy import GradientOn, Strategy
+from fcdp_compile.strategy import GradientOn, Scope, Strategy
 
 N, G = 2, 4
 
@@ -82,8 +82,9 @@ def test_in_order_while_there_is_room(room_bytes: int | None, expected: str) -> 
 
 
 def test_whole_gradients_take_more_room() -> None:
-    assert place(PLACED, G * sum(SIZES), ZERO1) == [Tier.GPU] * 3
-    assert place(PLACED, G * sum(SIZES) - 1, ZERO1) == [Tier.GPU, Tier.GPU, Tier.HOST]
+    whole = replace(FCDP, gradient=Scope.NONE)
+    assert place(PLACED, G * sum(SIZES), whole) == [Tier.GPU] * 3
+    assert place(PLACED, G * sum(SIZES) - 1, whole) == [Tier.GPU, Tier.GPU, Tier.HOST]
 
 
 @pytest.mark.parametrize("room_bytes", [None, 0])
@@ -114,8 +115,9 @@ def test_what_host_memory_has_no_room_for_never_waits(
     assert fits(waiting(Tier.NONE, *BUCKETS), sum(SIZES)) == [False] * 3
 
 
-def test_gradients_that_wait_on_the_gpu_alone_need_no_host_memory() -> None:
-    assert fits([(replace(b, strategy=ZERO1), p) for b, p in PLACED], 0) == [True] * 3
+@pytest.mark.parametrize("strategy", [ZERO1, replace(FCDP, gradient_on=GradientOn.GPU)])
+def test_gradients_that_wait_on_the_gpu_alone_need_no_host_memory(strategy: Strategy) -> None:
+    assert fits([(replace(b, strategy=strategy), p) for b, p in PLACED], 0) == [True] * 3
 
 
 def test_gradients_that_have_no_choice_take_room_from_those_that_have() -> None:

@@ -67,7 +67,13 @@ def squares(size: int, is_frozen: bool) -> TracedModel:
 
 
 def _planned(
-    name: str, nodes: int, ranks_per_node: int, micro_batches: int, *, size: int, is_frozen: bool
+    name: str | Strategy,
+    nodes: int,
+    ranks_per_node: int,
+    micro_batches: int,
+    *,
+    size: int,
+    is_frozen: bool,
 ) -> Estimate:
     """Plan for devices so small that everything that may be on the host is there."""
     job = make_job(
@@ -138,6 +144,12 @@ def test_bytes_are_those_of_the_closed_forms(
     name: str, nodes: int, ranks_per_node: int, micro_batches: int
 ) -> None:
     _check(_planned(name, nodes, ranks_per_node, micro_batches, size=EVEN, is_frozen=True))
+
+
+@pytest.mark.parametrize(("name", "on"), [("fcdp", "gpu"), ("zero1", "host"), ("paro-nig", "host")])
+def test_gradients_wait_where_they_are_asked_to(name: str, on: str) -> None:
+    strategy = Strategy.parse(name).with_gradients_on(on)
+    _check(_planned(strategy, 2, 2, 4, size=EVEN, is_frozen=True))
 
 
 @pytest.mark.parametrize("name", ["fcdp", "zero1", "zero++", "zero3", "fcdp+c8"])

@@ -51,8 +51,8 @@ def test_where_gradients_accumulate() -> None:
         **dict.fromkeys(("zero2", "zero3", "zero++", "paro-igg"), Scope.GLOBAL),
     }
     for strategy in PRESETS.values():
-        accumulates = strategy.gradient is not Scope.GLOBAL
-        assert strategy.accumulates_on is (GradientOn.AUTO if accumulates else None)
+        on = GradientOn.AUTO if strategy.keeps_on_host else GradientOn.GPU
+        assert strategy.accumulates_on is (None if strategy.gradient is Scope.GLOBAL else on)
 
 
 @pytest.mark.parametrize("name", [*PRESETS, "fcdp+c4", "fcdp+w8+g4+c8", "fcdp+matrix"])
