@@ -236,10 +236,10 @@ class CompiledPlan:
         in_graph = [b for b in stale if b.id in kept]
         for bucket in buckets.values():
             if not bucket.placement.is_cached:
-                model.release_rivals(bucket)
+                model.buckets.release_rivals(bucket)
         cold = bool(in_graph) and len(in_graph) == len(kept)
         for bucket in stale:
-            model.release_rivals(bucket)
+            model.buckets.release_rivals(bucket)
             model.outside.give_way(bucket.keys)
             if not (cold and bucket.id in kept):
                 bucket.refresh()
