@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import bucket_strategy
 from fcdp_compile.plan import Bucket, BucketParam
+from fcdp_compile.strategy import Algorithm
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 
 def exact_bucket(number: int, specs: Sequence[ParamSpec], *, is_frozen: bool, why: str) -> Bucket:

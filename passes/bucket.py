@@ -14,8 +14,7 @@ from fcdp_compile.core.params.spec import bucket_strategy, wire_format
 from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
-from fcdp_compile.strategy import Cache, GradientOn, Strategy
-from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.strategy import Algorithm, Cache, GradientOn, Strategy
 
 _Kind = tuple[bool, torch.dtype, torch.dtype, torch.dtype | None, Strategy]
 """frozen, gather dtype, reduce dtype, home dtype if home shards are on the host, strategy.

@@ -17,9 +17,8 @@ from enum import Enum
 
 from fcdp_compile.core.params.layout import ParamLayout, sizes_by_node
 from fcdp_compile.plan.kinds import Kind, Lane
-from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.strategy import Algorithm, Scope, Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes
-from fcdp_compile.strategy.gathering import Algorithm
 
 SCHEMA = "fcdp.plan/9"
 
