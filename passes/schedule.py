@@ -48,7 +48,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Requires: `lower`.
     Leaves: the same nodes in another order, and perhaps more waits (for a reduction's first half).
     """
-    gathers, reductions = find_gathers(gm.graph, ctx), find_reductions(gm.graph)
+    gathers, reductions = find_gathers(gm.graph), find_reductions(gm.graph)
     if not gathers and not reductions:
         return gm
     sweep = _Sweep(gm.graph, gathers, reductions, ctx)
@@ -57,12 +57,12 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-def in_flight_bytes(gm: GraphModule, ctx: PassContext) -> int:
+def in_flight_bytes(gm: GraphModule) -> int:
     """The most bytes that are in flight at once in a lowered graph ([Note: in-flight budget])."""
     at = {node: i for i, node in enumerate(gm.graph.nodes)}
     end = len(at)
     changes: list[tuple[int, int]] = []
-    for g in find_gathers(gm.graph, ctx):
+    for g in find_gathers(gm.graph):
         gone = max((at[n] for n in g.ends), default=end)
         changes += [(at[g.starts[0]], g.fetched_bytes), (at[g.spread[0]], g.full_bytes)]
         changes.append((gone, -g.bytes))
