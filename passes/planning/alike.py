@@ -16,12 +16,12 @@ from torch.fx import GraphModule
 from fcdp_compile import ops
 from fcdp_compile.ops import GIVEN, REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.context import PassContext, Use, Uses
+from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.memory.choose_tiers import Entry
 from fcdp_compile.passes.pipeline import Lowered
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room, place_all
 from fcdp_compile.passes.planning.plan_graphs import Planned
-from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Bucket, Schedule
 
 

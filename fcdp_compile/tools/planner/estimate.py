@@ -21,13 +21,13 @@ from fcdp_compile.core.params.spec import Home, fit_strategy, param_spec, with_h
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.passes.memory.curve import evaluate, storages
 from fcdp_compile.passes.pipeline import Graphs
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
-from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import (
     Bucket,
     Direction,
