@@ -85,11 +85,8 @@ def _reusable(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
             if unchanged and can_load and use.placement.is_cached:
                 found[key] = use
                 break
-            if (
-                unchanged
-                and len(members) == len(bucket.params)
-                and found.keys().isdisjoint(members)
-            ):
+            has_all = len(members) == len(bucket.params)
+            if unchanged and has_all and found.keys().isdisjoint(members):
                 found |= dict.fromkeys(members, use)
                 break
     return found

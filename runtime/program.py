@@ -212,7 +212,7 @@ class Program:
         if target is ops.check:
             return partial(self._check, places[0], node.args[1])
         if target is ops.free:
-            return _nothing
+            return lambda values: None
         if target is ops.wait:
             return lambda values: values[-1].model.exposure.wait(values[places[0]])
         act, number = _act_of(node), node.kwargs["bucket"]
@@ -303,10 +303,6 @@ def _stamped(stamps: Tensor) -> list[int]:
     return found
 
 
-def _nothing(values: list[Any]) -> None:
-    return None
-
-
 class RunState:
     """The state of one run of a program, which is in the last place of its values.
 
@@ -368,11 +364,9 @@ class RunState:
         changed, question = self.changed
         if not any(question.agreed()):
             return
-        where = (
-            f"bucket {changed[0].id} ({changed[0].bucket.params[0].name}, …)"
-            if changed
-            else "another rank"
-        )
+        where = "another rank"
+        if changed:
+            where = f"bucket {changed[0].id} ({changed[0].bucket.params[0].name}, …)"
         raise StaleParameterError(
             f"parameters of {where} changed between the forward and its backward; run the backward before "
             "the optimizer steps or anything else writes to them"

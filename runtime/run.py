@@ -51,9 +51,9 @@ class CompiledPlan:
         self._model = weakref.ref(model)
         self.programs: dict[ScheduleKey, Program] = {}
         # Adds the programs for `no_sync`, the first time that they are needed.
-        self.add_accumulation: Callable[[], None] = _nothing
+        self.add_accumulation: Callable[[], None] = lambda: None
         # Adds the programs for values that are not the model's own, the first time that they are given.
-        self.add_given: Callable[[], None] = _nothing
+        self.add_given: Callable[[], None] = lambda: None
         self.recorder: Recorder | None = None
         # The inputs that a program computes with: released home shards among them are brought back first.
         self.reads: dict[ScheduleKey, tuple[int, ...]] = {}
@@ -295,10 +295,6 @@ def _drained(
         return results
 
     return model.drains.begin(watched, layouts, trained)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _mark(shards: list[Tensor]) -> int:

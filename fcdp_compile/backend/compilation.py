@@ -211,9 +211,8 @@ class _Compilation:
         return as_boxed(partial(self._plans.forward, direction))
 
     def _set_apart(self, title: str, gm: GraphModule) -> GraphModule:
-        return watched("set_apart", {title: gm}, lambda: {title: set_apart(gm)}, self._stages)[
-            title
-        ]
+        after = watched("set_apart", {title: gm}, lambda: {title: set_apart(gm)}, self._stages)
+        return after[title]
 
 
 def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -143,11 +143,8 @@ class Bucket:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one rank sends to each other node; the mean of all nodes if matrices have home nodes."""
-        return (
-            row_bytes(self._slots, self.wire, self.itemsize)
-            * self.slots_per_node_shard
-            // self.nodes
-        )
+        row = row_bytes(self._slots, self.wire, self.itemsize)
+        return row * self.slots_per_node_shard // self.nodes
 
     @property
     def node_bytes(self) -> int:
