@@ -49,9 +49,8 @@ from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.tasks import Pending
-from fcdp_compile.strategy import PRESETS
+from fcdp_compile.strategy import PRESETS, Algorithm
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 from fcdp_compile.tools.simulator import simulate
 
 ALGORITHMS = (Algorithm.HIERARCHICAL, Algorithm.HO_RING)

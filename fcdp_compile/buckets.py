@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import bucket_strategy
 from fcdp_compile.plan import Bucket, BucketParam, Tier
-from fcdp_compile.strategy import Cache, GradientOn, Strategy
+from fcdp_compile.strategy import Algorithm, Cache, GradientOn, Strategy
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 _TIERS = {
     Cache.NONE: Tier.NONE,

@@ -14,8 +14,7 @@ from fcdp_compile.core.params.spec import bucket_strategy, wire_format
 from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
-from fcdp_compile.strategy import Cache, Strategy
-from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.strategy import Algorithm, Cache, Strategy
 
 _Kind = tuple[bool, torch.dtype, torch.dtype, torch.dtype | None, Strategy]
 """frozen, gather dtype, reduce dtype, home dtype if home shards are on the host, strategy.
@@ -70,11 +69,8 @@ def _reusable(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
             if unchanged and can_load and use.placement.is_cached:
                 found[key] = use
                 break
-            if (
-                unchanged
-                and len(members) == len(bucket.params)
-                and found.keys().isdisjoint(members)
-            ):
+            has_all = len(members) == len(bucket.params)
+            if unchanged and has_all and found.keys().isdisjoint(members):
                 found |= dict.fromkeys(members, use)
                 break
     return found

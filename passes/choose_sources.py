@@ -1,4 +1,4 @@
-"""Decide how a graph gets the node shard of each of its buckets."""
+"""Decide how a graph gets the node shard of each of its buckets, and which variants of it are compiled."""
 
 from __future__ import annotations
 
@@ -50,3 +50,24 @@ def _source(use: Use, present: set[str], ctx: PassContext) -> Source:
     whole = all(p.name in present for p in bucket.params)
     cold = ctx.variant is Variant.COLD and whole and not bucket.frozen
     return Source.GATHER_AND_STORE if cold else Source.LOAD
+
+
+def variants(ctx: PassContext) -> list[Variant]:
+    """Cold alone if no copy outlives the backward; warm alone if cold would store nothing; else both."""
+    if ctx.direction is Direction.BACKWARD:
+        return [Variant.COLD]
+    uses = [u for u in _cold_uses(ctx) if u.bucket.strategy.is_resident]
+    if not uses:
+        return [Variant.COLD]
+    stores = Source.GATHER_AND_STORE in [u.source for u in uses]
+    return [Variant.COLD, Variant.WARM] if stores else [Variant.WARM]
+
+
+def only_loaded(ctx: PassContext) -> list[int]:
+    """The buckets that a graph loads even when it is cold."""
+    loaded = (u.bucket.id for u in _cold_uses(ctx) if u.source is Source.LOAD)
+    return list(dict.fromkeys(loaded))
+
+
+def _cold_uses(ctx: PassContext) -> list[Use]:
+    return list(choose_sources(ctx.uses, replace(ctx, variant=Variant.COLD)).values())

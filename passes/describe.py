@@ -36,7 +36,7 @@ def describe(gm: GraphModule, ctx: PassContext) -> Schedule:
         direction=ctx.direction,
         variant=ctx.variant,
         steps=tuple(steps),
-        in_flight_bytes=in_flight_bytes(gm, ctx),
+        in_flight_bytes=in_flight_bytes(gm),
     )
 
 

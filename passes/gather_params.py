@@ -16,8 +16,8 @@ from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.passes.graph.views import copy_returned, same_values
 from fcdp_compile.plan import Bucket, Tier
+from fcdp_compile.strategy import Algorithm
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 
 def gather_params(
@@ -137,7 +137,8 @@ class _Steps:
 
     def add_own(self, home: Node) -> Node:
         bucket, ranks = self.bucket, self.bucket.ranks_per_node
-        scratch = bucket.wire_bytes + bucket.slot_bytes if self._is_encoded else 0
+        is_encoded = bucket.wire is not Format.FULL
+        scratch = bucket.wire_bytes + bucket.slot_bytes if is_encoded else 0
         op = ops.intra_own_all_gather
         return self.add(op, [home], ranks, self._own_bytes, scratch_bytes=scratch)
 
@@ -156,27 +157,18 @@ class _Steps:
         )
 
     @property
-    def _is_encoded(self) -> bool:
-        return self.bucket.wire is not Format.FULL
-
-    @property
     def _own_bytes(self) -> int:
         return (self.bucket.ranks_per_node - 1) * self.bucket.slot_bytes
 
 
 def _home(graph: Graph, bucket: Bucket, members: list[Node], like: Node, ctx: PassContext) -> Node:
     """Insert the home buffer [S]: packed by compute, or loaded if the home shards are in host memory."""
-    if ctx.specs[str(like.args[1])].computes_on is None:
-        return _pack(graph, bucket, members, ctx)
-    elements = sum(p.layout.elements_of(ctx.node) for p in bucket.params)
-    val = fake_flat(like, elements, getattr(torch, bucket.dtype))
-    moved = elements * members[0].meta["val"].itemsize
-    return explicit(graph, ops.load_home, members, bucket, moved, val, scratch_bytes=moved)
-
-
-def _pack(graph: Graph, bucket: Bucket, members: list[Node], ctx: PassContext) -> Node:
-    layouts = [p.layout for p in bucket.params]
-    dtype = getattr(torch, bucket.dtype)
+    layouts, dtype = [p.layout for p in bucket.params], getattr(torch, bucket.dtype)
+    if ctx.specs[str(like.args[1])].computes_on is not None:
+        elements = sum(layout.elements_of(ctx.node) for layout in layouts)
+        val = fake_flat(like, elements, dtype)
+        moved = elements * members[0].meta["val"].itemsize
+        return explicit(graph, ops.load_home, members, bucket, moved, val, scratch_bytes=moved)
     (buffer,) = inline(
         graph,
         lambda s: [pack_home(s, layouts, dtype, ctx.node)],

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
-from fcdp_compile.ops import UNSHARD
+from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.gather_params import erase_unused, gather_params
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.explicit import explicit, wait_for
 from fcdp_compile.passes.graph.views import is_view
 from fcdp_compile.passes.reduce_grads import reduce_grads
-from fcdp_compile.passes.single_rank import gather_alone, lower_alone
 from fcdp_compile.plan import Bucket
 
 
@@ -78,26 +78,23 @@ def _merge_unshards(graph: Graph) -> None:
 
 def _sink_unshards(graph: Graph) -> None:
     """Move each `unshard` before its first user: recomputation may put it at the top of a backward."""
-    order = {n: i for i, n in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
         if node.users:
-            min(node.users, key=order.__getitem__).prepend(node)
+            min(node.users).prepend(node)
         else:
             erase_unused([node])
 
 
 def _by_bucket(graph: Graph, ctx: PassContext) -> dict[Bucket, list[Node]]:
     groups: dict[Bucket, list[Node]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is UNSHARD:
-            groups.setdefault(ctx.uses[str(node.args[1])].bucket, []).append(node)
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        groups.setdefault(ctx.uses[str(node.args[1])].bucket, []).append(node)
     return groups
 
 
 def _free(graph: Graph, gathered: dict[Bucket, Node]) -> None:
-    order = {n: i for i, n in enumerate(graph.nodes)}
     for bucket, buffer in gathered.items():
-        last = max(_uses_of_storage(buffer), key=order.__getitem__)
+        last = max(_uses_of_storage(buffer))
         if last.op == "output":
             continue  # the model returns a parameter: the caller frees it
         with graph.inserting_after(last):
@@ -112,3 +109,56 @@ def _uses_of_storage(node: Node) -> list[Node]:
         if is_view(user):
             uses += _uses_of_storage(user)
     return uses
+
+
+def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Replace each `unshard` by its shard, which is the parameter, and each `reduce_grad` by its gradient.
+
+        shard [P] -> unshard -> mm            shard [P] (-> cast to the gather dtype) -> mm
+        mm -> reduce_grad -> output           mm (-> casts to the reduce and home dtype) -> output
+
+    A returned parameter is copied, because the caller may write to it.
+
+    Requires: one rank.
+    Leaves: no `unshard`, no `reduce_grad` and no explicit node, so that compute is as in an unsharded model.
+    """
+    assert ctx.ranks == 1, f"{ctx.ranks} ranks must reduce"
+    graph = gm.graph
+    gather_alone(graph, ctx)
+    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        spec = ctx.specs[str(node.args[1])]
+        with graph.inserting_before(node):
+            reduced = _cast(graph, node.args[0], spec.reduce_dtype)
+            _replace(node, _cast(graph, reduced, spec.home_dtype))
+    gm.recompile()
+    return gm
+
+
+def gather_alone(graph: Graph, ctx: PassContext) -> None:
+    """Replace each `unshard` of a parameter that one rank has whole by its shard; a part of `lower`."""
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        spec = ctx.specs[str(node.args[1])]
+        if spec.layout.ranks > 1:
+            continue
+        with graph.inserting_before(node):
+            _replace(node, _cast(graph, node.args[0], spec.gather_dtype))
+
+
+def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:
+    value = node.meta["val"]
+    if value.dtype is dtype:
+        return node
+    cast = graph.call_function(torch.ops.prims.convert_element_type.default, (node, dtype))
+    cast.meta = {**node.meta, "val": value.to(dtype)}
+    return cast
+
+
+def _replace(node: Node, by: Node) -> None:
+    graph, output = node.graph, node.graph.output_node()
+    if node.target is UNSHARD and output in node.users and by is node.args[0]:
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.clone.default, (by,))
+        copy.meta = dict(by.meta)
+        output.replace_input_with(node, copy)
+    node.replace_all_uses_with(by)
+    graph.erase_node(node)

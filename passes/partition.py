@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.graph.views import changes_nothing, same_values
+from fcdp_compile.passes.graph.views import changes_nothing, computed_from, same_values
 from fcdp_compile.torch_compat import (
     CheckpointPolicy,
     detect_fake_mode,
@@ -192,17 +192,25 @@ def _order_saved(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
     outputs = _outputs(fw)
     saved = outputs[num_fwd_outputs:]
     inputs = bw.find_nodes(op="placeholder")
-
-    def rank(node: Any) -> int:
-        return 1 if is_opaque(node) else 0 if isinstance(node.meta["val"], Tensor) else 2
-
-    order = sorted(range(len(saved)), key=lambda i: rank(saved[i]))
-    _set_outputs(fw, outputs[:num_fwd_outputs] + [saved[i] for i in order])
-    first = inputs[: len(saved)]
+    _set_outputs(fw, outputs[:num_fwd_outputs] + _as_outputs(saved))
     after = inputs[len(saved)] if len(inputs) > len(saved) else None
-    for node in sorted(first, key=lambda n: (rank(n) + 1) % 3):
+    for node in _as_inputs(inputs[: len(saved)]):
         if after is not None:
             after.prepend(node)
+
+
+def _as_outputs(saved: list[Node]) -> list[Node]:
+    """Saved values in the order of a forward's outputs: tensors, opaque, symbols."""
+    return sorted(saved, key=_rank)
+
+
+def _as_inputs(saved: list[Node]) -> list[Node]:
+    """Saved values in the order of a backward's inputs: symbols, tensors, opaque."""
+    return sorted(saved, key=lambda n: (_rank(n) + 1) % 3)
+
+
+def _rank(node: Node) -> int:
+    return 1 if is_opaque(node) else 0 if isinstance(node.meta["val"], Tensor) else 2
 
 
 def _set_outputs(graph: Graph, outputs: list[Any]) -> None:
@@ -231,15 +239,14 @@ def _save_shards(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
         # Each value gets its own copies of the nodes that compute it, right before its first user.  `lower`
         # later merges the copies of one `unshard`.
         env = dict(inputs)
-        with bw.inserting_before(_first_user(bw, placeholder)):
-            for needed in _chain(node):
+        with bw.inserting_before(min(placeholder.users)):
+            for needed in computed_from([node]):
                 if needed not in env:
                     env[needed] = _copy(bw, needed, env)
         placeholder.replace_all_uses_with(env[node])
         bw.erase_node(placeholder)
-    tensors = [n for n in saved if n not in rebuilt and isinstance(n.meta["val"], Tensor)]
-    others = [n for n in saved if n not in rebuilt and not isinstance(n.meta["val"], Tensor)]
-    _set_saved(fw, bw, outputs[:num_fwd_outputs], [*tensors, *added, *others], inputs)
+    kept = [n for n in saved if n not in rebuilt]
+    _set_saved(fw, bw, outputs[:num_fwd_outputs], _as_outputs([*kept, *added]), inputs)
 
 
 def _save_inputs(fw: Graph, num_fwd_outputs: int) -> None:
@@ -261,7 +268,7 @@ def _add_inputs(bw: Graph, rebuilt: dict[Node, Node], inputs: dict[Node, Node]) 
     added: list[Node] = []
     first = next(iter(rebuilt.values()))
     for node in rebuilt:
-        for needed in _chain(node):
+        for needed in computed_from([node]):
             if needed.op == "placeholder" and needed not in inputs:
                 with bw.inserting_before(first):
                     inputs[needed] = bw.placeholder(needed.name)
@@ -280,40 +287,15 @@ def _copy(bw: Graph, node: Node, env: dict[Node, Node]) -> Node:
 def _saved_inputs(bw: Graph, saved: list[Node]) -> dict[Node, Node]:
     """The backward's input for each saved value; the backward has its symbols first."""
     placeholders = bw.find_nodes(op="placeholder")[: len(saved)]
-    tensors = [n for n in saved if isinstance(n.meta["val"], Tensor)]
-    opaque = [n for n in saved if is_opaque(n)]
-    symbols = [n for n in saved if n not in tensors and n not in opaque]
-    return dict(zip([*symbols, *tensors, *opaque], placeholders, strict=True))
-
-
-def _chain(node: Node) -> list[Node]:
-    """All nodes that a value is computed from, in order; the value's node is the last."""
-    found: dict[Node, None] = {}
-
-    def visit(n: Node) -> None:
-        if n not in found:
-            for i in n.all_input_nodes:
-                visit(i)
-            found[n] = None
-
-    visit(node)
-    return list(found)
-
-
-def _first_user(graph: Graph, node: Node) -> Node:
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    return min(node.users, key=order.__getitem__)
+    return dict(zip(_as_inputs(saved), placeholders, strict=True))
 
 
 def _set_saved(
     fw: Graph, bw: Graph, results: list[Any], saved: list[Node], inputs: dict[Node, Node]
 ) -> None:
     _set_outputs(fw, results + saved)
-    tensors = [n for n in saved if isinstance(n.meta["val"], Tensor)]
-    opaque = [n for n in saved if is_opaque(n)]
-    symbols = [n for n in saved if n not in tensors and n not in opaque]
     start = next(iter(bw.nodes))
-    for node in reversed([*symbols, *tensors, *opaque]):
+    for node in reversed(_as_inputs(saved)):
         if inputs[node] is not start:
             start.prepend(inputs[node])
             start = inputs[node]

@@ -17,9 +17,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fcdp_compile.passes.bucket import bucket
-from fcdp_compile.passes.choose_sources import choose_sources
+from fcdp_compile.passes.choose_sources import choose_sources, only_loaded, variants
 from fcdp_compile.passes.describe import describe
 from fcdp_compile.passes.graph.context import PassContext, Use
+from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.graph.runner import Pass, Stages, decide, run
 from fcdp_compile.passes.lower import lower
 from fcdp_compile.passes.partition import partition
@@ -27,7 +28,6 @@ from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.set_apart import set_apart
 from fcdp_compile.passes.stamp import stamp
-from fcdp_compile.passes.variants import clone, only_loaded, variants
 from fcdp_compile.plan import Direction, Schedule, Variant
 
 Graphs = Mapping[Direction, GraphModule]

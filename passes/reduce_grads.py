@@ -34,11 +34,10 @@ def reduce_grads(graph: Graph, ctx: PassContext) -> None:
     groups: dict[Use, list[Node]] = {}
     for node in nodes:
         groups.setdefault(ctx.reduced[str(node.args[1])], []).append(node)
-    order = {n: i for i, n in enumerate(graph.nodes)}
     for use, members in groups.items():
         by_position = {p.name: i for i, p in enumerate(use.bucket.params)}
         members.sort(key=lambda n: by_position[ctx.specs[str(n.args[1])].name])
-        _reduce_bucket(graph, use, members, order, ctx)
+        _reduce_bucket(graph, use, members, ctx)
 
 
 def _sink_results(graph: Graph, reductions: list[Node]) -> None:
@@ -52,15 +51,12 @@ def _sink_results(graph: Graph, reductions: list[Node]) -> None:
         end.prepend(node)
 
 
-def _reduce_bucket(
-    graph: Graph, use: Use, members: list[Node], order: dict[Node, int], ctx: PassContext
-) -> None:
+def _reduce_bucket(graph: Graph, use: Use, members: list[Node], ctx: PassContext) -> None:
     specs: list[ParamSpec] = [ctx.specs[str(n.args[1])] for n in members]
     layouts = [s.layout for s in specs]
     bucket, dtype = use.bucket, getattr(torch, use.bucket.reduce_dtype)
     grads: list[Node] = [n.all_input_nodes[0] for n in members]
-    last = max(grads, key=order.__getitem__)
-    with graph.inserting_before(_after(last)):
+    with graph.inserting_before(_after(max(grads))):
         together = ctx.ranks_per_node // bucket.ranks_per_node
         (packed,) = inline(
             graph,
@@ -69,7 +65,7 @@ def _reduce_bucket(
             ctx.decompositions,
         )
         reduced = _reduce_packed(graph, use, packed, specs, ctx)
-    with graph.inserting_before(min(members, key=order.__getitem__)):
+    with graph.inserting_before(min(members)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
         if _variant(use, ctx) is Variant.ACCUMULATE:
             shards = [_negative_zeros(graph, packed, s) for s in specs]
@@ -121,15 +117,11 @@ def _reduce_packed(
             moved = all_reduce_bytes(elements, bucket.reduce_itemsize, size)
         else:
             elements *= size
-        val = packed.meta["val"].new_empty(elements, dtype=result, device=_device(op, packed))
+        device = "cpu" if op is ops.store_grads else None  # else that of the gradients
+        val = packed.meta["val"].new_empty(elements, dtype=result, device=device)
         buffer = pending = explicit(graph, op, [buffer], bucket, moved, val, scratch_bytes=scratch)
         pending.kwargs = {**pending.kwargs, "params": names}
     return buffer if pending is None else wait_for(graph, pending)
-
-
-def _device(op: Callable[..., Any], packed: Node) -> torch.device:
-    on_device: torch.device = packed.meta["val"].device
-    return torch.device("cpu") if op is ops.store_grads else on_device
 
 
 def _scratch_bytes(

@@ -48,7 +48,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     Requires: `lower`.
     Leaves: the same nodes in another order, and perhaps more waits (for a reduction's first half).
     """
-    gathers, reductions = find_gathers(gm.graph, ctx), find_reductions(gm.graph)
+    gathers, reductions = find_gathers(gm.graph), find_reductions(gm.graph)
     if not gathers and not reductions:
         return gm
     sweep = _Sweep(gm.graph, gathers, reductions, ctx)
@@ -57,12 +57,12 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-def in_flight_bytes(gm: GraphModule, ctx: PassContext) -> int:
+def in_flight_bytes(gm: GraphModule) -> int:
     """The most bytes that are in flight at once in a lowered graph ([Note: in-flight budget])."""
     at = {node: i for i, node in enumerate(gm.graph.nodes)}
     end = len(at)
     changes: list[tuple[int, int]] = []
-    for g in find_gathers(gm.graph, ctx):
+    for g in find_gathers(gm.graph):
         gone = max((at[n] for n in g.ends), default=end)
         changes += [(at[g.starts[0]], g.fetched_bytes), (at[g.spread[0]], g.full_bytes)]
         changes.append((gone, -g.bytes))
@@ -118,20 +118,6 @@ class _Budget:
         return self.reductions_taken + reduction.bytes <= self.reductions
 
 
-class _Queue:
-    """A queue of gathers, taken from the front."""
-
-    def __init__(self, gathers: list[Gather]) -> None:
-        self._left = deque(gathers)
-
-    @property
-    def first(self) -> Gather | None:
-        return self._left[0] if self._left else None
-
-    def take(self) -> Gather:
-        return self._left.popleft()
-
-
 class _Sweep:
     """Goes through the cuts in order and decides which communication starts or ends at each.
 
@@ -147,8 +133,8 @@ class _Sweep:
         self._cuts = self._find_cuts(gathers, reductions)
         self._number = {node: i for i, node in enumerate(self._cuts)}
         self._budget = self._shares(gathers, reductions, ctx)
-        self._to_fetch = _Queue(gathers)
-        self._to_spread = _Queue(gathers)
+        self._to_fetch = deque(gathers)
+        self._to_spread = deque(gathers)
         self._to_free: list[tuple[int, int, Gather]] = []
         self._read: deque[Reduction] = deque()  # their first half may still read gradients
         self._reduced: deque[Reduction] = deque()  # on their way to the home shards
@@ -240,10 +226,10 @@ class _Sweep:
         if cut.needs is not None:
             yield from self._need(cut.needs, node)
         while self._may_spread_next():
-            if self._to_fetch.first is self._to_spread.first:
+            if _first(self._to_fetch) is _first(self._to_spread):
                 yield from self._fetch_next(node)
             yield from self._spread_next(node)
-        while (gather := self._to_fetch.first) is not None and self._budget.may_fetch(gather):
+        while self._to_fetch and self._budget.may_fetch(self._to_fetch[0]):
             yield from self._fetch_next(node)
         for reduction in cut.reductions:
             yield from self._reduce(reduction)
@@ -257,28 +243,28 @@ class _Sweep:
 
     def _need(self, gather: Gather, node: Node) -> Iterator[Node]:
         """Start the rest of a gather that compute waits for here; from now on it does not count as early."""
-        if self._to_fetch.first is gather:
+        if _first(self._to_fetch) is gather:
             yield from self._fetch_next(node)
-        if self._to_spread.first is gather:
+        if _first(self._to_spread) is gather:
             yield from self._spread_next(node)
         self._budget.fetched_taken -= gather.fetched_bytes
         self._budget.full_taken -= gather.full_bytes
 
     def _may_spread_next(self) -> bool:
-        gather = self._to_spread.first
+        gather = _first(self._to_spread)
         if gather is None or not self._budget.may_spread(gather):
             return False
-        return self._to_fetch.first is not gather or self._budget.may_fetch(gather)
+        return _first(self._to_fetch) is not gather or self._budget.may_fetch(gather)
 
     def _fetch_next(self, node: Node) -> Iterator[Node]:
-        gather = self._to_fetch.take()
+        gather = self._to_fetch.popleft()
         self._budget.fetched_taken += gather.fetched_bytes
         if gather.fetch:
             yield from gather.pack
         yield from self._labelled(gather.fetch, gather, node)
 
     def _spread_next(self, node: Node) -> Iterator[Node]:
-        gather = self._to_spread.take()
+        gather = self._to_spread.popleft()
         self._budget.full_taken += gather.full_bytes
         if not gather.fetch:
             yield from gather.pack
@@ -314,6 +300,10 @@ class _Sweep:
         if len(reduction.starts) > 1:
             self._read.append(reduction)
         self._reduced.append(reduction)
+
+
+def _first(waiting: deque[Gather]) -> Gather | None:
+    return waiting[0] if waiting else None
 
 
 def _reorder(graph: Graph, clusters: dict[Node, list[Node]]) -> None:

@@ -33,7 +33,9 @@ def set_apart(gm: GraphModule, *, every: bool = False) -> GraphModule:
     if keys:
         _retarget(gm.graph, keys)
         if every:
-            _sink(gm.graph)
+            for node in gm.graph.find_nodes(op="call_function", target=GIVEN[UNSHARD]):
+                if node.users:
+                    min(node.users).prepend(node)
         gm.recompile()
     return gm
 
@@ -53,10 +55,3 @@ def _retarget(graph: Graph, keys: Collection[str]) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             if node.args[1] in keys:
                 node.target = GIVEN[target]
-
-
-def _sink(graph: Graph) -> None:
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    for node in graph.find_nodes(op="call_function", target=GIVEN[UNSHARD]):
-        if node.users:
-            min(node.users, key=order.__getitem__).prepend(node)

@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD
-from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_descriptor
+from fcdp_compile.passes.graph.inline import fake_mode
+from fcdp_compile.torch_compat import is_opaque, saved_output_descriptor
 
 
 def stamp(
@@ -38,9 +39,7 @@ def stamp(
     inputs = fw.graph.find_nodes(op="placeholder")
     with fw.graph.inserting_after(inputs[-1]) if inputs else fw.graph.inserting_before(output):
         node = fw.graph.call_function(ops.stamp, (tuple(buckets),))
-    mode = detect_fake_mode([n.meta.get("val") for n in fw.graph.nodes])
-    assert mode is not None, "graphs are traced with fake tensors"
-    with mode:
+    with fake_mode(fw):
         node.meta["val"] = torch.zeros(3 + len(buckets), dtype=torch.int64, device="cpu")
     at = num_fwd_outputs + len(tensors)
     output.args = ((*outputs[:at], node, *outputs[at:]),)

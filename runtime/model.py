@@ -19,12 +19,11 @@ from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.cache.host_budget import HostMemory
 from fcdp_compile.runtime.drains import Drains
-from fcdp_compile.runtime.exposure import Exposure
+from fcdp_compile.runtime.lanes.marks import Exposure
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.optimizers.hooks import OptimizerHooks, WholeParameter
 from fcdp_compile.runtime.outside import OutsideReads
-from fcdp_compile.runtime.parameters.generations import Generations
-from fcdp_compile.runtime.parameters.record import ParamRecord, Records
+from fcdp_compile.runtime.parameters.record import Generations, ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.runtime.shared_batches import SharedBatches
@@ -140,11 +139,6 @@ class ShardedModel:
         if parts := of_one_step(plans):
             plans.append(whole_step(parts))
         return max((plan.peak_bytes or 0 for plan in plans), default=None)
-
-    def release_rivals(self, bucket: BoundBucket) -> None:
-        """Release copies of buckets that this bucket replaces because parameters were frozen or unfrozen."""
-        for other in self.buckets.rivals(bucket):
-            other.give_up()
 
     def warn_of_given(self, names: Sequence[str]) -> None:
         """Warn once that a compiled function runs on other values than the model's own."""

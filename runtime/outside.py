@@ -240,13 +240,10 @@ class OutsideReads:
 
     def _has_room(self, key: str, bucket: BoundBucket) -> bool:
         """Whether this rank can keep a copy of the bucket."""
-        own = self._own.get(key)
-        if bucket.is_planned or own is bucket:
+        own, memory = self._own.get(key), self._host_memory
+        if bucket.is_planned or own is bucket or not _on_host(bucket):
             return True
-        memory = self._host_memory
         given_back = 0 if own is None else _on_host(own)
-        if not _on_host(bucket):
-            return True
         return _on_host(bucket) <= memory.budget.bytes - memory.planned_bytes + given_back
 
     def _keep(self, key: str, bucket: BoundBucket) -> None:

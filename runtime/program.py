@@ -27,6 +27,9 @@ from fcdp_compile.torch_compat import MemoryLayout
 Call = Callable[[list[Any]], Any]
 """Runs one node on the values of a run."""
 
+Instruction = tuple[Call, int, list[int]]
+"""The call of a node, the place of its value, and the places of values that nobody needs after it."""
+
 Around = Callable[[int, Call], Call]
 """Wraps the call of a step, which is given with its index."""
 
@@ -54,20 +57,19 @@ class Program:
         self._place = {node: i for i, node in enumerate(nodes)}
         self._inputs = [self._place[n] for n in nodes if n.op == "placeholder"]
         dead = last_uses(nodes)
-        self._instructions = [
+        self._instructions: list[Instruction] = [
             (self._bind(n), self._place[n], [self._place[d] for d in dead.get(n, ())])
             for n in nodes
             if n.op not in ("placeholder", "output")
         ]
         self._kinds = [ops.kind_of(n) for n in nodes if n.op not in ("placeholder", "output")]
-        self._last_fetch = max((i for i, k in enumerate(self._kinds) if k in FETCHES), default=-1)
+        # How many instructions there are up to the last fetch.
+        self._fetching = max((i for i, k in enumerate(self._kinds, 1) if k in FETCHES), default=0)
         (output,) = nodes[-1].args
         ending = drain(nodes)
         self._drain_at = len(self._instructions) - len(ending)
         late = dict.fromkeys(o for o in output if o in ending)
-        self._late = [
-            self._place[o] for o in late
-        ]  # the places of the results that the drain computes
+        self._late = [self._place[o] for o in late]  # where the results are that the drain computes
         self._layouts: list[MemoryLayout] = []  # of these results, once they are known
         self._outputs = [self._place[o] if isinstance(o, Node) else None for o in output]
         self._constants = [None if isinstance(o, Node) else o for o in output]
@@ -125,14 +127,9 @@ class Program:
             drained = None
         before = len(instructions) if drained is None else self._drain_at
         with _clearing(values, model):
-            if self._last_fetch < 0:
-                then()
-            for i, (call, place, dead) in enumerate(instructions[:before]):
-                values[place] = call(values)
-                for d in dead:
-                    values[d] = None
-                if i == self._last_fetch:
-                    then()
+            _execute(instructions[: self._fetching], values)
+            then()
+            _execute(instructions[self._fetching : before], values)
             run.refuse_changed()
             model.home_transfers.settle()
             if drained is not None:
@@ -144,10 +141,7 @@ class Program:
     def _drain(self, model: ShardedModel, values: list[Any]) -> list[Tensor]:
         """Run the drain on the values of the run before it; its results."""
         with _clearing(values, model):
-            for call, place, dead in self._instructions[self._drain_at :]:
-                values[place] = call(values)
-                for d in dead:
-                    values[d] = None
+            _execute(self._instructions[self._drain_at :], values)
             results = [values[place] for place in self._late]
             self._layouts = [MemoryLayout.of(result) for result in results]
             return results
@@ -158,7 +152,7 @@ class Program:
             for place, constant in zip(self._outputs, self._constants, strict=True)
         )
 
-    def _with(self, around: Around) -> list[tuple[Call, int, list[int]]]:
+    def _with(self, around: Around) -> list[Instruction]:
         """The instructions, with the call of each step wrapped."""
         numbers = count()
         return [
@@ -179,9 +173,7 @@ class Program:
     def _bind(self, node: Node) -> Call:
         if node.op == "call_module":
             return self._bind_segment(node)
-        if (
-            node.op == "get_attr"
-        ):  # a constant that is a result, such as the DeviceMesh of a gradient
+        if node.op == "get_attr":  # a constant that is a result, such as a gradient's DeviceMesh
             constant = getattr(node.graph.owning_module, str(node.target))
             return lambda values: constant
         if node.target in ops.EXPLICIT:
@@ -213,36 +205,24 @@ class Program:
         return call
 
     def _bind_explicit(self, node: Node) -> Call:
-        target, kwargs = node.target, node.kwargs
-        first = self._place[node.args[0]] if node.args and isinstance(node.args[0], Node) else -1
+        target = node.target
+        places = [self._place[a] for a in node.all_input_nodes]
         if target is ops.stamp:
             return partial(self._stamp, node.args[0])
         if target is ops.check:
-            return partial(self._check, first, node.args[1])
+            return partial(self._check, places[0], node.args[1])
         if target is ops.free:
-            return _nothing
+            return lambda values: None
         if target is ops.wait:
-            return lambda values: values[-1].model.exposure.wait(values[first])
-        number, params = kwargs["bucket"], kwargs.get("params", ())
-        kind = ops.kind_of(node)
+            return lambda values: values[-1].model.exposure.wait(values[places[0]])
+        act, number = _act_of(node), node.kwargs["bucket"]
         assert isinstance(number, int), number
-        assert kind is not None, target
-        if kind is Kind.LOAD:
-            return partial(_load, number)
-        if kind in FETCHES:
-            step = _load_home if kind is Kind.LOAD_HOME else partial(_gather, kind)
-            return partial(step, number, [self._place[a] for a in node.all_input_nodes])
-        if kind is Kind.STORE:
-            return partial(_store, number, first)
-        if kind is Kind.ACCUMULATE:
-            return partial(_accumulate, number, params, first)
-        if kind in REDUCING:
-            return partial(_reduce, kind, number, params, first)
-        dtype = node.meta["val"].dtype
-        if kind is Kind.STORE_GRADS:
-            return partial(_store_grads, number, first, dtype)
-        assert kind is Kind.COLLECT, kind
-        return partial(_collect, number, params, first, dtype)
+
+        def call(values: list[Any]) -> Pending:
+            run: RunState = values[-1]
+            return act(run, run.buckets[number], *(values[place] for place in places))
+
+        return call
 
     def _stamp(self, ids: Any, values: list[Any]) -> Tensor:
         run: RunState = values[-1]
@@ -270,47 +250,34 @@ class Program:
         run.changed = changed, Question(run.model.collectives, act, [bool(changed)], what)
 
 
-def _load(number: int, values: list[Any]) -> Pending:
-    run: RunState = values[-1]
-    return run.load(run.buckets[number])
+def _act_of(node: Node) -> Callable[..., Pending]:
+    """Starts the step of a node, given the run, the bucket and the values of the node's inputs."""
+    kind, params = ops.kind_of(node), node.kwargs.get("params", ())
+    assert kind is not None, node.target
+    if kind is Kind.LOAD:
+        return RunState.load
+    if kind is Kind.LOAD_HOME:
+        return lambda run, bucket, *shards: bucket.load_home(shards)
+    if kind in FETCHES:
+        return lambda run, bucket, *parts: run.gather(kind, bucket, *parts)
+    if kind is Kind.STORE:
+        return lambda run, bucket, shard: bucket.store(shard, run.generation(bucket))
+    if kind is Kind.ACCUMULATE:
+        return lambda run, bucket, total: run.model.accumulation.accumulate(bucket, params, total)
+    if kind in REDUCING:
+        return lambda run, bucket, grads: bucket.reduce(kind, grads, params)
+    dtype = node.meta["val"].dtype
+    if kind is Kind.STORE_GRADS:
+        return lambda run, bucket, grads: bucket.store_grads(grads, dtype)
+    assert kind is Kind.COLLECT, kind
+    return lambda run, bucket, grads: run.model.accumulation.collect(bucket, params, grads, dtype)
 
 
-def _load_home(number: int, places: list[int], values: list[Any]) -> Pending:
-    run: RunState = values[-1]
-    return run.buckets[number].load_home([values[place] for place in places])
-
-
-def _gather(kind: Kind, number: int, places: list[int], values: list[Any]) -> Pending:
-    run: RunState = values[-1]
-    return run.gather(kind, run.buckets[number], *(values[place] for place in places))
-
-
-def _store(number: int, first: int, values: list[Any]) -> Pending:
-    run: RunState = values[-1]
-    bucket = run.buckets[number]
-    return bucket.store(values[first], run.generation(bucket))
-
-
-def _reduce(kind: Kind, number: int, params: Any, first: int, values: list[Any]) -> Pending:
-    run: RunState = values[-1]
-    return run.buckets[number].reduce(kind, values[first], params)
-
-
-def _collect(
-    number: int, params: Any, first: int, dtype: torch.dtype, values: list[Any]
-) -> Pending:
-    run: RunState = values[-1]
-    return run.model.accumulation.collect(run.buckets[number], params, values[first], dtype)
-
-
-def _accumulate(number: int, params: Any, first: int, values: list[Any]) -> Pending:
-    run: RunState = values[-1]
-    return run.model.accumulation.accumulate(run.buckets[number], params, values[first])
-
-
-def _store_grads(number: int, first: int, dtype: torch.dtype, values: list[Any]) -> Pending:
-    run: RunState = values[-1]
-    return run.buckets[number].store_grads(values[first], dtype)
+def _execute(instructions: Sequence[Instruction], values: list[Any]) -> None:
+    for call, place, dead in instructions:
+        values[place] = call(values)
+        for d in dead:
+            values[d] = None
 
 
 @contextmanager
@@ -334,10 +301,6 @@ def _stamped(stamps: Tensor) -> list[int]:
     """The numbers that a forward stamped; they are on the host wherever the model is."""
     found: list[int] = stamps.tolist()
     return found
-
-
-def _nothing(values: list[Any]) -> None:
-    return None
 
 
 class RunState:
@@ -401,11 +364,9 @@ class RunState:
         changed, question = self.changed
         if not any(question.agreed()):
             return
-        where = (
-            f"bucket {changed[0].id} ({changed[0].bucket.params[0].name}, …)"
-            if changed
-            else "another rank"
-        )
+        where = "another rank"
+        if changed:
+            where = f"bucket {changed[0].id} ({changed[0].bucket.params[0].name}, …)"
         raise StaleParameterError(
             f"parameters of {where} changed between the forward and its backward; run the backward before "
             "the optimizer steps or anything else writes to them"

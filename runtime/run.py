@@ -51,9 +51,9 @@ class CompiledPlan:
         self._model = weakref.ref(model)
         self.programs: dict[ScheduleKey, Program] = {}
         # Adds the programs for `no_sync`, the first time that they are needed.
-        self.add_accumulation: Callable[[], None] = _nothing
+        self.add_accumulation: Callable[[], None] = lambda: None
         # Adds the programs for values that are not the model's own, the first time that they are given.
-        self.add_given: Callable[[], None] = _nothing
+        self.add_given: Callable[[], None] = lambda: None
         self.recorder: Recorder | None = None
         # The inputs that a program computes with: released home shards among them are brought back first.
         self.reads: dict[ScheduleKey, tuple[int, ...]] = {}
@@ -236,10 +236,10 @@ class CompiledPlan:
         in_graph = [b for b in stale if b.id in kept]
         for bucket in buckets.values():
             if not bucket.placement.is_cached:
-                model.release_rivals(bucket)
+                model.buckets.release_rivals(bucket)
         cold = bool(in_graph) and len(in_graph) == len(kept)
         for bucket in stale:
-            model.release_rivals(bucket)
+            model.buckets.release_rivals(bucket)
             model.outside.give_way(bucket.keys)
             if not (cold and bucket.id in kept):
                 bucket.refresh()
@@ -295,10 +295,6 @@ def _drained(
         return results
 
     return model.drains.begin(watched, layouts, trained)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _mark(shards: list[Tensor]) -> int:

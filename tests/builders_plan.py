@@ -23,9 +23,8 @@ from fcdp_compile.plan import (
     Variant,
 )
 from fcdp_compile.plan.recording import RecordedRun, Recording
-from fcdp_compile.strategy import PRESETS, Scope, Strategy
+from fcdp_compile.strategy import PRESETS, Algorithm, Scope, Strategy
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 # Written out once more, independently of plan.kinds.
 LANE_OF: dict[Kind, Lane] = {

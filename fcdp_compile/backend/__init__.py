@@ -1,11 +1,5 @@
 """The `torch.compile` backend: turns a Dynamo graph into programs."""
 
-from fcdp_compile.backend.compilation import (
-    fcdp,
-    log,
-)
+from fcdp_compile.backend.compilation import fcdp
 
-__all__ = [
-    "fcdp",
-    "log",
-]
+__all__ = ["fcdp"]

@@ -15,6 +15,7 @@ from fcdp_compile.backend.compute import Compute
 from fcdp_compile.backend.dump import Dump, trace
 from fcdp_compile.backend.options import Options
 from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.inline import clone, fake_mode
 from fcdp_compile.passes.graph.runner import Stages
 from fcdp_compile.passes.planning.alike import plan_alike
 from fcdp_compile.passes.planning.book import BucketBook
@@ -22,7 +23,6 @@ from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.set_apart import set_apart, shard_inputs
-from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction, Plan, Tier, Variant
 from fcdp_compile.plan.cost import Machine
 from fcdp_compile.runtime.cache.device_memory import DeviceMemory
@@ -32,7 +32,6 @@ from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Cache
-from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode
 
 log = logging.getLogger(__name__)
 
@@ -249,13 +248,6 @@ def _book_of(model: ShardedModel) -> BucketBook:
     book = _BOOKS[model]
     book.living = {key for key, r in model.records.items() if r.living() is not None}
     return book
-
-
-def fake_mode(gm: GraphModule) -> FakeTensorMode:
-    """The mode of the fake tensors that a graph was traced with."""
-    mode: FakeTensorMode | None = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
-    assert mode is not None, "graphs are traced with fake tensors"
-    return mode
 
 
 def _summary(plan: Plan) -> str:

@@ -18,10 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fcdp_compile import ops
 from fcdp_compile.backend.compute import Compute
-from fcdp_compile.plan import Bucket
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.quantize import Codec, decode_blocks, encode_blocks
-from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.strategy import Algorithm
 from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode, without_modes
 
 log = logging.getLogger(__name__)
@@ -40,8 +39,10 @@ def compile_codecs(
     if not compute.is_inductor:
         return
     with without_modes():
-        for number in dict.fromkeys(_buckets_of(lowered)):
-            _compile_weights(buckets[number], compute, device)
+        explicit = [n for n in lowered.graph.nodes if n.target in ops.EXPLICIT]
+        for number in dict.fromkeys(n.kwargs.get("bucket") for n in explicit):
+            if isinstance(number, int):
+                _compile_weights(buckets[number], compute, device)
         for node in lowered.graph.find_nodes(op="call_function", target=ops.inter_reduce_scatter):
             bound, params = buckets[node.kwargs["bucket"]], node.kwargs["params"]
             if (codec := bound.cache.codecs.of_gradients(params)) is not None:
@@ -51,29 +52,16 @@ def compile_codecs(
                 compile_codec(codec, compute, device, encodes=False, rows=rows, dtype=wide)
 
 
-_ROWS: dict[Algorithm, Callable[[Bucket], set[int]]] = {
-    Algorithm.HIERARCHICAL: lambda bucket: {bucket.nodes},
-    Algorithm.HO_RING: lambda bucket: {bucket.nodes, 1},
-}
-"""How many slots are decoded at once: a node shard's (nodes) or a node's own (1)."""
-
-
 def _compile_weights(bound: BoundBucket, compute: Compute, device: torch.device) -> None:
     if (codec := bound.cache.codecs.of_weights) is None:
         return
     bucket = bound.bucket
     dtype = getattr(torch, bucket.dtype)
     compile_codec(codec, compute, device, encodes=True, rows=1, dtype=dtype)
-    for rows in _ROWS[bucket.algorithm](bucket):
+    # The slots of a node shard are decoded at once, and HO-Ring also decodes each home shard alone.
+    counts = {bucket.nodes, 1} if bucket.algorithm is Algorithm.HO_RING else {bucket.nodes}
+    for rows in counts:
         compile_codec(codec, compute, device, encodes=False, rows=rows, dtype=dtype)
-
-
-def _buckets_of(lowered: GraphModule) -> Iterable[int]:
-    return (
-        n.kwargs["bucket"]
-        for n in lowered.graph.nodes
-        if n.target in ops.EXPLICIT and isinstance(n.kwargs.get("bucket"), int)
-    )
 
 
 def compile_codec(

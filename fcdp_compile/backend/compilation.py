@@ -18,7 +18,7 @@ from torch import SymInt, Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
-from fcdp_compile.backend.bound_graphs import BoundGraphs, fake_mode, shard_places
+from fcdp_compile.backend.bound_graphs import BoundGraphs, shard_places
 from fcdp_compile.backend.compute import Compute, inductor_settings
 from fcdp_compile.backend.options import Options
 from fcdp_compile.backend.writes import refuse_writes
@@ -30,11 +30,11 @@ from fcdp_compile.core.sharding.refusals import is_ignored
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.models.quantised.weight import QuantisedWeight
 from fcdp_compile.ops import UNSHARD
+from fcdp_compile.passes.graph.inline import clone, fake_mode
 from fcdp_compile.passes.graph.runner import Stages, watched
 from fcdp_compile.passes.partition import mark_constant, partition
 from fcdp_compile.passes.planning.alike import renamed
 from fcdp_compile.passes.set_apart import set_apart
-from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.alike import AlikePlans
 from fcdp_compile.runtime.model import ShardedModel
@@ -211,9 +211,8 @@ class _Compilation:
         return as_boxed(partial(self._plans.forward, direction))
 
     def _set_apart(self, title: str, gm: GraphModule) -> GraphModule:
-        return watched("set_apart", {title: gm}, lambda: {title: set_apart(gm)}, self._stages)[
-            title
-        ]
+        after = watched("set_apart", {title: gm}, lambda: {title: set_apart(gm)}, self._stages)
+        return after[title]
 
 
 def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -30,20 +30,15 @@ class Compute:
     """One way of compiling segments; equal segments of one Dynamo graph are compiled once.
 
     settings: Inductor's settings for a mode of `torch.compile` (`inductor_settings`).
+    is_inductor: whether segments are compiled at all.
     """
 
     def __init__(self, kind: str, settings: Mapping[str, Any] | None = None) -> None:
-        self._is_inductor = kind == "inductor"
+        self.is_inductor = kind == "inductor"
         # No CUDA graphs, whatever the environment and configuration say: a recorded segment would reuse the
         # addresses of its inputs and outputs, but lanes free and refill these buffers.
         self._settings = {**(settings or {}), _CUDA_GRAPHS: False}
-        self._table = torch_compat.inductor_decompositions() if self._is_inductor else None
         self._done: dict[str, BoxedCallable] = {}
-
-    @property
-    def is_inductor(self) -> bool:
-        """Whether segments are compiled at all."""
-        return self._is_inductor
 
     @staticmethod
     def available(kind: str, device_type: str) -> str:
@@ -55,14 +50,12 @@ class Compute:
 
     def decompositions(self) -> dict[Any, Any]:
         """The decompositions that AOTAutograd should use for this compiler."""
-        table = torch_compat.inductor_decompositions() if self._is_inductor else {}
+        table = torch_compat.inductor_decompositions() if self.is_inductor else {}
         return table | {REQUIRE_GRAD: lambda tensor, anchor: tensor}
 
     def prepare_joint(self, joint: GraphModule) -> GraphModule:
         """Run the compiler's own passes over the joint graph, before it is partitioned."""
-        return (
-            torch_compat.joint_graph_passes(joint, self._settings) if self._is_inductor else joint
-        )
+        return torch_compat.joint_graph_passes(joint, self._settings) if self.is_inductor else joint
 
     def compile(self, gm: GraphModule) -> BoxedCallable:
         """Compile a graph into a function that takes its arguments as a list and empties the list."""
@@ -75,7 +68,7 @@ class Compute:
         return done
 
     def _compile(self, gm: GraphModule) -> BoxedCallable:
-        if not self._is_inductor:
+        if not self.is_inductor:
             return torch_compat.boxed(gm)
         inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
         return torch_compat.compile_with_inductor(gm, inputs, self._settings)
@@ -148,9 +141,7 @@ def _content(constant: object) -> str | None:
         or constant.nbytes > _MAX_CONSTANT_BYTES
     ):
         return None
-    with (
-        torch_compat.without_modes()
-    ):  # AOTAutograd compiles under a mode that takes only fake tensors
+    with torch_compat.without_modes():  # AOTAutograd's own mode takes only fake tensors
         values = constant.flatten().tolist()
     return f"{_described(constant)} {values}"
 
@@ -159,8 +150,6 @@ def _described(value: object) -> str:
     if isinstance(value, Tensor):
         shape, stride = list(value.shape), list(value.stride())
         return f"{value.dtype} {shape} {stride} {value.device} {value.requires_grad}"
-    if isinstance(
-        value, torch.Generator
-    ):  # it prints as its address; the generator to use is an argument
+    if isinstance(value, torch.Generator):  # it prints as its address, and is an argument anyway
         return f"Generator {value.device}"
     return f"{type(value).__name__} {value}"

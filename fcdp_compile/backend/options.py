@@ -98,11 +98,8 @@ class Options:
 def _compute(value: Any) -> str | None:
     if value in (None, "inductor", "eager"):
         return None if value is None else str(value)
-    if not isinstance(value, str):
-        raise ArgumentError(
-            f"option 'compute' must be 'inductor' or 'eager', not {type(value).__name__}"
-        )
-    raise ArgumentError(f"option 'compute' must be 'inductor' or 'eager', not {value!r}")
+    told = repr(value) if isinstance(value, str) else type(value).__name__
+    raise ArgumentError(f"option 'compute' must be 'inductor' or 'eager', not {told}")
 
 
 def _folder(value: Any) -> Path | None:

@@ -63,12 +63,8 @@ def _writes(node: Node) -> bool:
         name = getattr(node.target, "__name__", "")
     else:
         return False
-    return (
-        bool(node.args)
-        and name.endswith("_")
-        and not name.endswith("__")
-        and (name != "requires_grad_")
-    )
+    is_in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return is_in_place and bool(node.args)
 
 
 def _storage(node: Node) -> StorageWeakRef | None:

@@ -17,9 +17,8 @@ from enum import Enum
 
 from fcdp_compile.core.params.layout import ParamLayout, sizes_by_node
 from fcdp_compile.plan.kinds import Kind, Lane
-from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.strategy import Algorithm, Scope, Strategy
 from fcdp_compile.strategy.formats import Format, row_bytes
-from fcdp_compile.strategy.gathering import Algorithm
 
 SCHEMA = "fcdp.plan/9"
 
@@ -144,11 +143,8 @@ class Bucket:
     @property
     def wire_bytes(self) -> int:
         """Bytes that one rank sends to each other node; the mean of all nodes if matrices have home nodes."""
-        return (
-            row_bytes(self._slots, self.wire, self.itemsize)
-            * self.slots_per_node_shard
-            // self.nodes
-        )
+        row = row_bytes(self._slots, self.wire, self.itemsize)
+        return row * self.slots_per_node_shard // self.nodes
 
     @property
     def node_bytes(self) -> int:

@@ -115,13 +115,14 @@ def whole_step(plans: Sequence[Plan]) -> Plan:
 def _schedules(plans: Sequence[Plan], buckets: Mapping[int, Bucket]) -> Iterator[Schedule]:
     keys = dict.fromkeys((s.direction, s.variant) for plan in plans for s in plan.schedules)
     for direction, variant in keys:
-        parts = [found for plan in plans if (found := _part(plan, direction, variant))]
+        parts = [found for plan in plans if (found := part_of(plan, direction, variant))]
         if direction is Direction.BACKWARD:
             parts.reverse()
         yield _Joining(parts, buckets).schedule(variant)
 
 
-def _part(plan: Plan, direction: Direction, variant: Variant) -> Schedule | None:
+def part_of(plan: Plan, direction: Direction, variant: Variant) -> Schedule | None:
+    """The schedule of a variant, or the cold one, or the only one."""
     found = {s.variant: s for s in plan.schedules if s.direction is direction}
     return found.get(variant) or found.get(Variant.COLD) or next(iter(found.values()), None)
 

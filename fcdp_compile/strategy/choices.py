@@ -39,3 +39,19 @@ class Life(Enum):
 
     UNTIL_BACKWARD = "until-backward"
     UNTIL_CHANGED = "until-changed"
+
+
+class Algorithm(Enum):
+    """How home shards are gathered between N nodes of g ranks, into full parameters.
+
+        hierarchical   inter-node all-gather [N*S], then intra-node all-gather [G*S]
+        ho_ring        inter-node all-gather [N*S] | intra-node all-gather of this node's own shards [g*S],
+                       then intra-node all-gather of the other nodes' shards [(N-1)*g*S]
+
+    Both move the same bytes over the same links; HO-Ring moves some of them earlier.
+
+    Source: PaRO (Wu et al., 2023), section 3.4, for HO-Ring.
+    """
+
+    HIERARCHICAL = "hierarchical"
+    HO_RING = "ho_ring"

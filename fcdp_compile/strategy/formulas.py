@@ -63,10 +63,8 @@ def costs(strategy: Strategy) -> Costs:
     kept_on_host = F * _part(frozen[1]) + T * _part(trained[1])
     gradients = _part(strategy.gradient_format)
     # How often weights cross: resident ones once for each change, others in every forward, uncached twice.
-    gathered, first = (
-        s * (f_sent + t_sent) * (1 if strategy.cache is not Cache.NONE else 2),
-        sympy.Integer(0),
-    )
+    gathered = s * (f_sent + t_sent) * (1 if strategy.cache is not Cache.NONE else 2)
+    first = sympy.Integer(0)
     if strategy.is_resident:
         gathered, first = t_sent, f_sent
     # A frozen bucket that is kept in full is gathered within the node once; a node shard in every forward
@@ -88,9 +86,7 @@ def costs(strategy: Strategy) -> Costs:
     waits_on_host = waits * int(strategy.accumulates_on_host)
     bus = 2 * s * kept_on_host / g + 2 * (s - 1) * waits_on_host
     host = kept_on_host + g * waits_on_host
-    if (
-        strategy.offloads
-    ):  # home shards are loaded for each gather, and reduced gradients are stored
+    if strategy.offloads:  # home shards are loaded for each gather, reduced gradients are stored
         gathers = s * W * (1 if strategy.cache is not Cache.NONE else 2)
         bus += ((T if strategy.is_resident else gathers) + times * T) / shards
         host += g * (homes + kept_gradients)

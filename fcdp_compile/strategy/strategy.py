@@ -14,9 +14,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fcdp_compile.errors import ArgumentError, did_you_mean
-from fcdp_compile.strategy.choices import Cache, GradientOn, Life, Scope
+from fcdp_compile.strategy.choices import Algorithm, Cache, GradientOn, Life, Scope
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 _PLAIN = (Format.FULL, Format.FULL, Algorithm.HIERARCHICAL)
 _FORMATS = {
@@ -135,9 +134,7 @@ class Strategy:
             )
 
     def _check_algorithm(self) -> None:
-        if self.algorithm is Algorithm.HIERARCHICAL:
-            return
-        if self.home is not Scope.GLOBAL:
+        if self.algorithm is not Algorithm.HIERARCHICAL and self.home is not Scope.GLOBAL:
             raise ArgumentError(
                 f"strategy {self.name!r} keeps whole copies on every node and gathers nothing between nodes, "
                 f"with {self.algorithm.value!r} or without; use a strategy that shards over all ranks"
@@ -317,9 +314,8 @@ _SCOPES = {"n": Scope.NONE, "i": Scope.INTRA, "g": Scope.GLOBAL}
 
 def _paro(code: str, name: str = "") -> Strategy:
     """PaRO's strategy of that code: scopes of parameters, gradients and optimizer states."""
-    parameters = (
-        "g" if code[0] == code[2] else code[0]
-    )  # as widely sharded as home shards: nothing to keep
+    # If parameters are as widely sharded as home shards, there is nothing to keep.
+    parameters = "g" if code[0] == code[2] else code[0]
     return _preset(name or f"paro-{code}", *_KEPT[parameters], _SCOPES[code[1]], _SCOPES[code[2]])
 
 

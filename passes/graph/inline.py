@@ -1,4 +1,4 @@
-"""Insert the ops of a tensor function into a graph; not a pass, a tool of the passes."""
+"""Insert the ops of a tensor function into a graph, and copy graphs; not a pass, tools of the passes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from fcdp_compile.torch_compat import (
     DispatchMode,
     FakeTensor,
+    FakeTensorMode,
     OpOverload,
+    detect_fake_mode,
     fake_of,
+    graph_module,
     meta_of,
     without_modes,
 )
@@ -118,6 +121,22 @@ class _Recorder(DispatchMode):
         node.meta = {"val": value, **self._meta}
         self.added.append(node)
         return node
+
+
+def clone(gm: GraphModule) -> GraphModule:
+    """A copy of a graph whose nodes may be changed; it shares fake values and constants."""
+    graph = Graph()
+    env: dict[Node, Node] = {}
+    results = graph.graph_copy(gm.graph, env)
+    graph.output(results)
+    return graph_module(gm, graph)
+
+
+def fake_mode(gm: GraphModule) -> FakeTensorMode:
+    """The mode of the fake tensors that a graph was traced with."""
+    mode: FakeTensorMode | None = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes])
+    assert mode is not None, "graphs are traced with fake tensors"
+    return mode
 
 
 def fake_flat(like: Node, elements: int, dtype: torch.dtype) -> Tensor:

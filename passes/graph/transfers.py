@@ -12,24 +12,16 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fcdp_compile import ops
-from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.views import computed_from
+from fcdp_compile.plan.kinds import FETCHES
 
-_GATHERS = (
-    ops.load,
-    ops.load_home,
-    ops.inter_all_gather,
-    ops.intra_all_gather,
-    ops.intra_rest_all_gather,
+_GATHERS = tuple(op for op, kind in ops.EXPLICIT.items() if kind in FETCHES)
+_REDUCTIONS = tuple(
+    op
+    for op, kind in ops.EXPLICIT.items()
+    if kind is not None and kind.flow is not None and not kind.flow.is_of_weights
 )
-_REDUCTIONS = (
-    ops.collect,
-    ops.accumulate,
-    ops.intra_reduce_scatter,
-    ops.inter_reduce_scatter,
-    ops.inter_all_reduce,
-    ops.intra_grad_all_gather,
-    ops.store_grads,
-)
+"""The steps of gathers and those of gradients, which no `wait` is between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,23 +74,26 @@ class Reduction:
         return self.packed_bytes + self.reduced_bytes
 
 
-def find_gathers(graph: Graph, ctx: PassContext) -> list[Gather]:
+def find_gathers(graph: Graph) -> list[Gather]:
     """The gathers of a lowered graph in the order in which compute waits for them."""
-    waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
-    return [_gather(w, c, ctx) for w, c in waits if c[-1].target in _GATHERS]
+    return [_gather(w, c) for w, c in _waits(graph) if c[-1].target in _GATHERS]
 
 
 def find_reductions(graph: Graph) -> list[Reduction]:
     """The reductions of a lowered graph in the order in which compute waits for them."""
-    waits = ((w, _chain(w)) for w in _calls(graph, ops.wait))
     return [
-        _reduction(w, c)
-        for w, c in waits
-        if c[-1].target in _REDUCTIONS and _next(c[-1], _REDUCTIONS) is None
+        Reduction(
+            starts=tuple(chain),
+            wait=wait,
+            packed_bytes=_nbytes(chain[0].all_input_nodes[0]),
+            reduced_bytes=_nbytes(chain[0]),
+        )
+        for wait, chain in _waits(graph)
+        if chain[-1].target in _REDUCTIONS and _next(chain[-1], _REDUCTIONS) is None
     ]
 
 
-def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
+def _gather(wait: Node, chain: list[Node]) -> Gather:
     """The gather that ends with a wait; chain: its steps, in order.
 
     What is stored, the node shard, depends on the sizes: the home buffer with one node (`before`), the result
@@ -124,17 +119,9 @@ def _gather(wait: Node, chain: list[Node], ctx: PassContext) -> Gather:
     )
 
 
-def _reduction(wait: Node, chain: list[Node]) -> Reduction:
-    return Reduction(
-        starts=tuple(chain),
-        wait=wait,
-        packed_bytes=_nbytes(chain[0].all_input_nodes[0]),
-        reduced_bytes=_nbytes(chain[0]),
-    )
-
-
-def _calls(graph: Graph, op: Callable[..., Any]) -> list[Node]:
-    return list(graph.find_nodes(op="call_function", target=op))
+def _waits(graph: Graph) -> list[tuple[Node, list[Node]]]:
+    """The waits of a graph, each with the steps that it ends (`_chain`)."""
+    return [(w, _chain(w)) for w in graph.find_nodes(op="call_function", target=ops.wait)]
 
 
 def _chain(wait: Node) -> list[Node]:
@@ -153,17 +140,7 @@ def _next(node: Node, targets: tuple[Callable[..., Any], ...]) -> Node | None:
 
 def _pack(start: Node) -> tuple[Node, ...]:
     """The nodes that compute a home buffer, in order; empty for a load."""
-    found: dict[Node, None] = {}
-
-    def visit(node: Node) -> None:
-        if node.op != "placeholder" and node not in found:
-            for source in node.all_input_nodes:
-                visit(source)
-            found[node] = None
-
-    for source in start.all_input_nodes:
-        visit(source)
-    return tuple(found)
+    return tuple(n for n in computed_from(start.all_input_nodes) if n.op != "placeholder")
 
 
 def _nbytes(node: Node) -> int:

@@ -1,9 +1,9 @@
-"""Find out which nodes of a graph are views of other nodes."""
+"""Find out which nodes of a graph are views of other nodes, and what nodes are computed from."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch.fx import Graph, Node
@@ -43,6 +43,21 @@ def same_values(node: Node) -> Node:
     while changes_nothing(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def computed_from(nodes: Iterable[Node]) -> list[Node]:
+    """These nodes and all that they are computed from, in order."""
+    found: dict[Node, None] = {}
+
+    def visit(node: Node) -> None:
+        if node not in found:
+            for source in node.all_input_nodes:
+                visit(source)
+            found[node] = None
+
+    for node in nodes:
+        visit(node)
+    return list(found)
 
 
 def copy_returned(graph: Graph, parameters: Collection[Node]) -> None:

@@ -104,7 +104,7 @@ def choose_tiers(
     if _fill(room, Tier.GPU, sorted(entries, key=_bus_relief, reverse=True), chosen):
         whole = [e for e in entries if e.full_bytes is not None]
         _fill(room, Tier.GPU_FULL, sorted(whole, key=_link_relief, reverse=True), chosen)
-    return Choices(choices=tuple(chosen.values()), used_bytes=room.used_bytes)
+    return Choices(choices=tuple(chosen.values()), used_bytes=tuple(room.alive))
 
 
 def _fill(room: _Room, tier: Tier, entries: Sequence[Entry], chosen: dict[int, Choice]) -> bool:
@@ -132,26 +132,22 @@ class _Room:
     """The device's memory position by position, and the limit that no position may exceed."""
 
     def __init__(self, alive: list[int], capacity_bytes: int | None, threshold: float) -> None:
-        self._alive = alive
+        self.alive = alive
         self._capacity_bytes = capacity_bytes
         self.limit = -1 if capacity_bytes is None else int(threshold * capacity_bytes)
 
     @property
     def peak(self) -> int:
-        return max(self._alive)
-
-    @property
-    def used_bytes(self) -> tuple[int, ...]:
-        return tuple(self._alive)
+        return max(self.alive)
 
     def take(self, entry: Entry, size: int) -> str:
         """Take `size` bytes during the entry's spans; return why they cannot be taken, or nothing."""
-        after = list(self._alive)
+        after = list(self.alive)
         for start, stop in entry.spans:
             for position in range(start, stop):
                 after[position] += size
         if (top := max(after)) <= self.limit:
-            self._alive = after
+            self.alive = after
             return ""
         if self._capacity_bytes is None:
             return "no device memory to use for a cache"

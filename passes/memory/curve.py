@@ -50,47 +50,31 @@ class Alive:
     bytes: int
 
 
-def timeline(
-    gm: GraphModule,
-    *,
-    elsewhere: Collection[int],
-    device_type: str,
-    sizes: Mapping[sympy.Symbol, int] | None = None,
-) -> tuple[Alive, ...]:
-    """The bytes alive on the device while each node but inputs and output runs, in order.
+class Lifetimes:
+    """When each storage of a graph is alive on the device, whatever the sizes.
 
     elsewhere: storages (`storage_id`) that stay alive whatever the graph does, such as home shards and the
     caller's batch; they are not counted.  Any other input, such as a value saved for a backward, lives from
     the start to its last use; results live to the end.
 
-    sizes: values of the symbols in sizes, by default the traced values.
-
     Requires: fake `val`s on all nodes whose results are tensors; explicit nodes or none.
     """
-    lifetimes = Lifetimes(gm, elsewhere=elsewhere, device_type=device_type)
-    return lifetimes.alive(hints_of(gm) if sizes is None else sizes)
-
-
-class Lifetimes:
-    """When each storage of a graph is alive, whatever the sizes; arguments as of `timeline`."""
 
     def __init__(self, gm: GraphModule, *, elsewhere: Collection[int], device_type: str) -> None:
         events = list(_events(gm))
         self._count = len(events)
         self._lives = list(_lives(events, elsewhere, device_type).values())
         self._nodes = [
-            (
-                i,
-                Alive(
-                    node=e.node.name, at=e.at, step=_step(e.node), bucket=_bucket(e.node), bytes=0
-                ),
-            )
+            (i, Alive(node=n.name, at=e.at, step=_step(n), bucket=_bucket(n), bytes=0))
             for i, e in enumerate(events)
-            if e.node.op not in ("placeholder", "output")
+            if (n := e.node).op not in ("placeholder", "output")
         ]
 
     def alive(self, sizes: Mapping[sympy.Symbol, int]) -> tuple[Alive, ...]:
-        """`timeline` for some values of the symbols in sizes."""
+        """The bytes alive while each node but inputs and output runs, in order.
+
+        sizes: values of the symbols in sizes.
+        """
         change = [0] * (self._count + 1)
         found: dict[Bytes, int] = {}  # few of the thousands of sizes differ
         for life in self._lives:
@@ -173,11 +157,7 @@ def _made(node: Node) -> list[object]:
     """The values that exist once a node has started; a step's result exists before its wait."""
     val = _value(node)
     made = list(val) if isinstance(val, list | tuple) else [val]
-    return [*made, *(_value(w) for w in _waits(node))]
-
-
-def _waits(node: Node) -> list[Node]:
-    return [u for u in node.users if u.target is ops.wait]
+    return [*made, *(_value(user) for user in node.users if user.target is ops.wait)]
 
 
 def _lives(

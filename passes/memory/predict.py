@@ -137,7 +137,8 @@ def fixed_bytes(bucket: Bucket, placement: Placement) -> int:
 
 def is_released(bucket: Bucket, placement: Placement, ctx: PassContext) -> bool:
     """Whether a bucket's home shards leave the device, because the cache has its node shard."""
-    specs = _specs(bucket, ctx)
+    by_name = {spec.name: spec for spec in ctx.specs.values()}
+    specs = [by_name[p.name] for p in bucket.params]
     return placement.is_cached and all(may_leave(s, is_frozen=bucket.frozen) for s in specs)
 
 
@@ -153,11 +154,6 @@ def _static(spec: ParamSpec, *, frozen: bool, is_away: bool, accumulates: bool) 
     if frozen:
         return 0 if is_away else home
     return (2 if accumulates else 1) * home + STATE_BYTES * math.prod(spec.local_shape)
-
-
-def _specs(bucket: Bucket, ctx: PassContext) -> list[ParamSpec]:
-    by_name = {spec.name: spec for spec in ctx.specs.values()}
-    return [by_name[p.name] for p in bucket.params]
 
 
 def _entries(

@@ -16,12 +16,11 @@ from torch.fx import GraphModule
 from fcdp_compile import ops
 from fcdp_compile.ops import GIVEN, REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.context import PassContext, Use, Uses
-from fcdp_compile.passes.memory.choose_tiers import Entry
+from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.pipeline import Lowered
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room, place_all
 from fcdp_compile.passes.planning.plan_graphs import Planned
-from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Bucket, Schedule
 
 
@@ -83,10 +82,6 @@ class Counterparts:
         )
         return replace(old, steps=tuple(steps))
 
-    def entry(self, old: Entry) -> Entry:
-        """The entry of a new bucket."""
-        return replace(old, bucket=self.buckets[old.bucket].id)
-
     def lowered(self, old: Lowered) -> Lowered:
         """The lowered graphs of the new parameters and their schedules."""
         return Lowered(
@@ -131,7 +126,8 @@ def plan_alike(
     names = {book.specs[old].name: book.specs[key].name for old, key in keys.items()}
     others = Counterparts(keys=keys, names=names, buckets=new)
     lowered = others.lowered(like.lowered)
-    memory = replace(like.step_memory, entries=tuple(map(others.entry, like.step_memory.entries)))
+    entries = tuple(replace(e, bucket=new[e.bucket].id) for e in like.step_memory.entries)
+    memory = replace(like.step_memory, entries=entries)
     plan = place_all(
         memory,
         lowered,

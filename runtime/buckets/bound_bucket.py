@@ -34,8 +34,7 @@ from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.lanes.lanes import range_name
 from fcdp_compile.runtime.lanes.tasks import Pending
-from fcdp_compile.runtime.parameters.generations import Generations
-from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.runtime.parameters.record import Generations, ParamRecord
 from fcdp_compile.strategy import Scope
 
 

@@ -307,11 +307,6 @@ class Codecs:
             self._of_gradients[params] = self._made(self._bucket.reduce_wire, params)
         return self._of_gradients[params]
 
-    def made(self) -> list[Codec]:
-        """All codecs made so far."""
-        found = [self.__dict__.get("of_weights"), *self._of_gradients.values()]
-        return [codec for codec in found if codec is not None]
-
     def _made(self, wire: Format, params: Collection[str]) -> Codec | None:
         slots = [p.layout.slot_elements for p in self._bucket.params if p.name in params]
         return None if wire is Format.FULL else Codec(wire, slots)

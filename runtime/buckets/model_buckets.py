@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,8 +12,7 @@ from fcdp_compile.plan import Bucket, Placement, Plan
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.buckets.transport import Transport
-from fcdp_compile.runtime.parameters.generations import Generations
-from fcdp_compile.runtime.parameters.record import Records
+from fcdp_compile.runtime.parameters.record import Generations, Records
 
 
 class ModelBuckets:
@@ -71,12 +70,12 @@ class ModelBuckets:
         planned = self._planned.get(key, {})
         return [b for i, latest in planned.items() if (b := self._run.get(i, latest)).is_at_home]
 
-    def rivals(self, bucket: BoundBucket) -> Iterator[BoundBucket]:
-        """The buckets that this bucket replaces because parameters were frozen or unfrozen."""
+    def release_rivals(self, bucket: BoundBucket) -> None:
+        """Release copies of buckets that this bucket replaces because parameters were frozen or unfrozen."""
         for key in bucket.keys:
             for other in self._planned.get(key, {}).values():
                 if other.bucket.frozen != bucket.bucket.frozen:
-                    yield other
+                    other.give_up()
 
     def caches(self) -> list[BucketCache]:
         """The caches of all buckets."""

@@ -25,8 +25,7 @@ from fcdp_compile.core.params.seals.seal import Seal, seal
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import About, any_rank
 from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.runtime.parameters.generations import Generations
-from fcdp_compile.runtime.parameters.record import Records
+from fcdp_compile.runtime.parameters.record import Generations, Records
 from fcdp_compile.runtime.parameters.unset import Unset
 
 

@@ -144,14 +144,12 @@ class HostMemory:
         """
         others = sum(other.planned_bytes + other.unplanned_bytes for other in self._others())
         others += self.unplanned_bytes
-        candidates = [_less(self._available, others)]
         if self._asked_bytes is None:
-            lockable = HostBudget(bytes=self._lockable_bytes, limit=Limit.LOCKED)
-            candidates.append(_less(lockable, others))
+            limit = HostBudget(bytes=self._lockable_bytes, limit=Limit.LOCKED)
         else:
             share = self._asked_bytes // self._ranks_per_node
-            asked = HostBudget(bytes=share, limit=Limit.OPTION)
-            candidates.append(_less(asked, others))
+            limit = HostBudget(bytes=share, limit=Limit.OPTION)
+        candidates = [_less(budget, others) for budget in (self._available, limit)]
         return min(candidates, key=lambda budget: budget.bytes)
 
     @property

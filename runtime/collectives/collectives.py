@@ -35,7 +35,7 @@ from fcdp_compile.runtime.collectives.channel import Channel
 from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, Counters
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
-from fcdp_compile.runtime.lanes.tasks import Pending, Run, passed_on
+from fcdp_compile.runtime.lanes.tasks import Pending, passed_on
 
 
 class Collectives:
@@ -77,25 +77,21 @@ class Collectives:
         """The number of ranks of a node."""
         return self._topology.ranks_per_node
 
-    def _channel(self, kind: Kind, name: str) -> Channel:
-        t = self._topology
-        group = t.inter if kind in INTER_KINDS else t.intra
-        return self._over(group, self.group_size(kind), name)
-
-    def _over(self, group: dist.ProcessGroup | None, size: int, name: str) -> Channel:
-        wait = Wait(partial(self.during, name), self._lanes.exiting)
-        return Channel(group, size, self._lanes.device, wait, self._lanes.scratch())
-
     def _start(
         self,
         kind: Kind,
-        channel: Channel,
-        run: Run,
+        body: Callable[[Channel], object],
         out: Tensor,
         reads: Sequence[Tensor | Pending],
         name: str,
     ) -> Pending:
-        scratch = channel.scratch
+        """Start a collective (`bodies`), which reads `reads` and fills `out`, on the lane of its kind."""
+        t = self._topology
+        group = t.inter if kind in INTER_KINDS else t.intra
+        wait = Wait(partial(self.during, name), self._lanes.exiting)
+        scratch = self._lanes.scratch()
+        channel = Channel(group, self.group_size(kind), self._lanes.device, wait, scratch)
+        run = partial(body, channel)
         return self._lanes.start(kind.lane, run, out=out, reads=reads, name=name, scratch=scratch)
 
     def group_size(self, kind: Kind) -> int:
@@ -127,17 +123,13 @@ class Collectives:
         out = _empty(own, size * own.numel() if sizes is None else sum(sizes))
         if not out.nbytes:
             return Pending(out)
-        channel = self._channel(kind, name)
         if sizes is not None:
-            run = partial(gather_parts, out, own, sizes, channel)
-            return self._start(kind, channel, run, out, [send], name)
+            return self._start(kind, partial(gather_parts, out, own, sizes), out, [send], name)
         if codec is None:
-            return self._start(
-                kind, channel, partial(channel.all_gather, out, own), out, [send], name
-            )
+            return self._start(kind, lambda over: over.all_gather(out, own), out, [send], name)
         encoded = _empty(own, size * sent_bytes, torch.uint8)
-        run = partial(gather_encoded, out, encoded, own, codec, channel)
-        pending = self._start(kind, channel, run, out, [send, encoded], name)
+        body = partial(gather_encoded, out, encoded, own, codec)
+        pending = self._start(kind, body, out, [send, encoded], name)
         pending.encoded = encoded
         return pending
 
@@ -156,9 +148,7 @@ class Collectives:
         out = _empty(own, size * own.numel())
         if not own.nbytes:
             return Pending(out)
-        channel = self._channel(kind, name)
-        run = partial(gather_own, out, own, codec, channel)
-        return self._start(kind, channel, run, out, [send], name)
+        return self._start(kind, partial(gather_own, out, own, codec), out, [send], name)
 
     def rest_all_gather(
         self, kind: Kind, send: Tensor | Pending, own: Tensor | Pending, name: str
@@ -170,9 +160,8 @@ class Collectives:
         out = _empty(node_shard, size * node_shard.numel())
         if not node_shard.nbytes:
             return Pending(out)
-        channel = self._channel(kind, name)
-        run = partial(gather_rest, out, node_shard, mine, self._topology.node, channel)
-        return self._start(kind, channel, run, out, [send, own], name)
+        body = partial(gather_rest, out, node_shard, mine, self.node)
+        return self._start(kind, body, out, [send, own], name)
 
     def reduce_scatter(
         self,
@@ -201,14 +190,13 @@ class Collectives:
         out = _empty(whole, mine)
         if not whole.nbytes:
             return Pending(out)
-        channel = self._channel(kind, name)
         if sizes is not None:
-            run = partial(reduce_parts, out, whole, sizes, channel)
+            body = partial(reduce_parts, out, whole, sizes)
         elif codec is None:
-            run = partial(reduce_scatter, out, whole, channel)
+            body = partial(reduce_scatter, out, whole)
         else:
-            run = partial(reduce_encoded, out, whole, codec, channel)
-        return self._start(kind, channel, run, out, [send], name)
+            body = partial(reduce_encoded, out, whole, codec)
+        return self._start(kind, body, out, [send], name)
 
     def all_reduce(self, kind: Kind, send: Tensor | Pending, name: str) -> Pending:
         """Start an averaging all-reduce: a reduce-scatter, and an all-gather of its result.
@@ -223,9 +211,7 @@ class Collectives:
             return passed_on(send)
         parts = _empty(own, -(-own.numel() // size) * size)
         out = parts.narrow(0, 0, own.numel())
-        channel = self._channel(kind, name)
-        run = partial(all_reduce, parts, own, channel)
-        return self._start(kind, channel, run, out, [send], name)
+        return self._start(kind, partial(all_reduce, parts, own), out, [send], name)
 
     def exchange(
         self, send: Tensor, *, received: Sequence[int], sent: Sequence[int], name: str
@@ -234,13 +220,10 @@ class Collectives:
 
         received, sent: how many elements this rank gets from and gives to the rank at each place.
         """
-        place = self._topology.place
-        self.counters.add(EXCHANGE, (send.numel() - sent[place]) * send.itemsize)
+        self.counters.add(EXCHANGE, (send.numel() - sent[self.place]) * send.itemsize)
         out = _empty(send, sum(received))
-        kind = Kind.INTRA_ALL_GATHER
-        channel = self._channel(kind, name)
-        run = partial(channel.all_to_all, out, send, sizes=(received, sent))
-        return self._start(kind, channel, run, out, [send], name)
+        body = partial(Channel.all_to_all, out=out, send=send, sizes=(received, sent))
+        return self._start(Kind.INTRA_ALL_GATHER, body, out, [send], name)
 
     def reduction(
         self,

@@ -26,9 +26,8 @@ from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.plan import Bucket, Kind, Lane
 from fcdp_compile.plan.lane_clocks import Clock, LaneClocks
-from fcdp_compile.runtime.lanes.stream_lane import StreamLane
-from fcdp_compile.runtime.lanes.tasks import Done, Pending, Run, TaskLane, within
-from fcdp_compile.runtime.lanes.thread_lane import ThreadLane
+from fcdp_compile.runtime.lanes.task_lanes import StreamLane, TaskLane, ThreadLane
+from fcdp_compile.runtime.lanes.tasks import Done, Pending, Run, within
 from fcdp_compile.torch_compat import is_profiling
 
 _URGENT = (Lane.INTER, Lane.INTRA)
@@ -98,7 +97,7 @@ class Lanes:
 
     device: the lanes move data to and from it.
     is_blocking: whether collectives block their caller, so that each lane needs a thread.
-    exiting: set when the interpreter ends ([Note: end of the interpreter] in `thread_lane`).
+    exiting: set when the interpreter ends ([Note: end of the interpreter] in `task_lanes`).
     """
 
     def __init__(self, device: Device, *, is_blocking: bool) -> None:

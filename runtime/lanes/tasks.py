@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -89,19 +89,3 @@ def within(context: Callable[[], AbstractContextManager[Any]], run: Run) -> Run:
         return Begun(within(context, left.finish)) if isinstance(left, Begun) else left
 
     return inside
-
-
-class TaskLane(Protocol):
-    """Runs tasks one after the other."""
-
-    def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
-        """Start a task.
-
-        held: its buffers; cleared at its end if the lane has no stream that may still use them.
-        """
-
-    def close(self) -> None:
-        """Take no more tasks; those that were started go on."""
-
-    def join(self) -> None:
-        """Wait, for a limited time, for the Python work of a closed lane."""

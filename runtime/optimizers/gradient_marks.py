@@ -44,14 +44,6 @@ class Grad:
         return self.tensor is other.tensor and self.version == other.version
 
 
-@dataclass(frozen=True, slots=True)
-class _Seen:
-    """The state of a gradient: whether it is positive zeros now, and whether it differs from its mark."""
-
-    is_zeroed: bool = False
-    differs: bool = False
-
-
 class _GradientSeal(Seal):
     """The seal on a gradient that must stay as it is."""
 
@@ -126,10 +118,10 @@ class GradientMarks:
         """
         names = self.names()
         grads = {n: self.grad(n).tensor for n in names}
-        seen = self._look([n for n in names if not self._is_intact(n, grads[n])])
-        gone = [grads[n] is None or seen.get(n, _Seen()).is_zeroed for n in names]
-        changed = [not g and seen.get(n, _Seen()).differs for n, g in zip(names, gone, strict=True)]
-        changed = [c and n in self._marks for n, c in zip(names, changed, strict=True)]
+        zeroed, differing = self._look([n for n in names if not self._is_intact(n, grads[n])])
+        gone = [grads[n] is None or n in zeroed for n in names]
+        marked = differing & self._marks.keys()
+        changed = [n in marked and not g for n, g in zip(names, gone, strict=True)]
         what = "the agreement on gradients that were cleared"
         act = "looks which gradients of micro-batches were cleared"
         by_any = Question(collectives, act, [*gone, *changed], what).agreed()
@@ -150,11 +142,11 @@ class GradientMarks:
             )
         return found
 
-    def _look(self, names: Iterable[str]) -> dict[str, _Seen]:
-        """The state of these parameters' gradients, if they exist; waits for the device."""
+    def _look(self, names: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Those of these gradients that are positive zeros, and that differ; waits for the device."""
         shards = {n: s for n in names if (s := self.shard(n)) is not None and s.numel()}
         if not shards:
-            return {}
+            return set(), set()
         present = list(shards.values())
         now = fingerprints([[s] for s in present])
         seals = [self._marks.get(n) for n in shards]
@@ -163,9 +155,10 @@ class GradientMarks:
             ~m if s is None or s.mark is None else s.mark.to(now.device)
             for s, m in zip(seals, now, strict=True)
         ]
-        zeroed = now == fingerprints_of_zeros(present)
-        found = read(torch.stack([zeroed, now != torch.stack(marks)]).T)
-        return {n: _Seen(*map(bool, row)) for n, row in zip(shards, found, strict=True)}
+        are_zeros = now == fingerprints_of_zeros(present)
+        rows = read(torch.stack([are_zeros, now != torch.stack(marks)]))
+        zeroed, differing = ({n for n, is_so in zip(shards, r, strict=True) if is_so} for r in rows)
+        return zeroed, differing
 
     def grad(self, name: str) -> Grad:
         """The `.grad` of a parameter as it is now."""

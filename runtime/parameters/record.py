@@ -1,4 +1,4 @@
-"""Where a sharded model keeps its parameters."""
+"""Where a sharded model keeps its parameters, and the generations of their values."""
 
 from __future__ import annotations
 
@@ -209,6 +209,24 @@ class Records(dict[str, ParamRecord]):
         return [
             self[key].spec.name for key, shard in shards.items() if not self[key].is_home(shard)
         ]
+
+
+class Generations:
+    """Generations of a model's parameters; every rank makes the same calls and has the same numbers."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._clock = 0
+        self._of = dict.fromkeys(keys, 0)
+
+    def change(self, keys: Iterable[str]) -> None:
+        """Note that the values of these parameters have changed."""
+        self._clock += 1
+        for key in keys:
+            self._of[key] = self._clock
+
+    def of(self, keys: Iterable[str]) -> int:
+        """The generation of a bucket of these parameters."""
+        return max((self._of[key] for key in keys), default=0)
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.gathering import LAYERS, RANKS_PER_NODE, _add_gather, _add_reduction, schedule_of
 from fcdp_compile.plan import Lane, Schedule
 from fcdp_compile.plan.cost import MACHINES, Link, Machine
-from fcdp_compile.strategy.gathering import Algorithm
+from fcdp_compile.strategy import Algorithm
 from fcdp_compile.tools.simulator import simulate
 
 BOTH = (Algorithm.HIERARCHICAL, Algorithm.HO_RING)

@@ -100,8 +100,9 @@ def _compiled(mesh: DeviceMesh) -> tuple[float, int, int]:
         mine = Sharded(mesh, trial, options={"bucket_mb": 1e-7})
         found = history(mine, 2)
         losses.append(torch.stack([found[f"loss {step}"] for step in range(2)]))
-        codecs = [c for cache in state_of(mine.model).buckets.caches() for c in cache.codecs.made()]
-        counts.append(sum(len(c.encoders) + len(c.decoders) for c in codecs))
+        of_buckets = [cache.codecs for cache in state_of(mine.model).buckets.caches()]
+        made = [c for of in of_buckets for c in (of.of_weights, *of._of_gradients.values())]
+        counts.append(sum(len(c.encoders) + len(c.decoders) for c in made if c is not None))
     return float((losses[0] / losses[1] - 1).abs().max()), *counts
 
 

@@ -99,7 +99,7 @@ def check_order(after: list[Node]) -> None:
 
 def check_budget(done: Scheduled) -> None:
     most = peak(done.after, done.ctx)
-    assert in_flight_bytes(done.gm, done.ctx) == most
+    assert in_flight_bytes(done.gm) == most
     granted = least(done.before, done.ctx)
     if done.ctx.in_flight_bytes is not None:
         assert most <= max(done.ctx.in_flight_bytes, granted)

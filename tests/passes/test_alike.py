@@ -12,11 +12,11 @@ from torch.fx import GraphModule
 
 from builders_graph import Where, key_of, make_context, make_specs, toy_backward, toy_forward
 from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.planning.alike import Counterparts, plan_alike, renamed
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
-from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import Direction
 from fcdp_compile.strategy import PRESETS, Cache, Strategy
 

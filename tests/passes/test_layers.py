@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from torch.fx import Node
 
 from builders_graph import GraphBuilder, aten
-from fcdp_compile.passes.graph.layers import cut_layers
+from fcdp_compile.passes.segment import cut_layers
 
 
 def transformer(layers: int, *, before: int = 2, after: int = 1, inner: int = 20) -> list[Node]:

@@ -16,12 +16,24 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from builders_graph import GraphBuilder, Where, aten, lower_toy
 from fcdp_compile import ops
 from fcdp_compile.passes.graph.work import accessed_bytes_of
-from fcdp_compile.passes.memory.curve import hints_of, storages, timeline
+from fcdp_compile.passes.memory.curve import Alive, Lifetimes, hints_of, storages
 from fcdp_compile.plan import Lane
 from fcdp_compile.torch_compat import storage_id
 
 WHERE = Where()
 NONE: frozenset[int] = frozenset()
+
+
+def timeline(
+    gm: GraphModule,
+    *,
+    elsewhere: frozenset[int],
+    device_type: str,
+    sizes: dict[sympy.Symbol, int] | None = None,
+) -> tuple[Alive, ...]:
+    """The bytes alive while each node runs, by default with the traced sizes."""
+    lifetimes = Lifetimes(gm, elsewhere=elsewhere, device_type=device_type)
+    return lifetimes.alive(hints_of(gm) if sizes is None else sizes)
 
 
 def of(gm: GraphModule, elsewhere: frozenset[int] = NONE) -> list[tuple[str, int]]:

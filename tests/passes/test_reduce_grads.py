@@ -195,7 +195,7 @@ def test_schedules(
         return
     ctx = replace(made.contexts[key], in_flight_bytes=in_flight)
     before = names(made.graphs[key])
-    assert in_flight_bytes(made.graphs[key], ctx) == peak(list(made.graphs[key].graph.nodes), ctx)
+    assert in_flight_bytes(made.graphs[key]) == peak(list(made.graphs[key].graph.nodes), ctx)
     done = scheduled(made.graphs[key], ctx)
     check_schedule(done)
     assert sorted(names(done.gm)) == sorted(before)

@@ -147,7 +147,7 @@ def test_a_graph_without_communication_is_left_alone() -> None:
     ctx = make_context({}, WHERE)
     before = str(gm.graph)
     assert str(schedule(gm, ctx).graph) == before
-    assert in_flight_bytes(gm, ctx) == 0
+    assert in_flight_bytes(gm) == 0
     control = lower_toy(FOUR, WHERE, strategy="zero3", bucket_bytes=1)
     before = str(control.forward().graph)
     assert str(schedule(control.forward(), control.contexts[FORWARD]).graph) != before

@@ -106,9 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_invariants(case: Case) -> None:
     made = case.lower()
     for key, gm in made.graphs.items():
-        assert in_flight_bytes(gm, made.contexts[key]) == peak(
-            list(gm.graph.nodes), made.contexts[key]
-        )
+        assert in_flight_bytes(gm) == peak(list(gm.graph.nodes), made.contexts[key])
         check(scheduled(gm, made.contexts[key]))
 
 

@@ -19,9 +19,8 @@ from builders_plan import (
 )
 from fcdp_compile.plan import Bucket, Kind, Plan, Schedule, Step, Tier, Variant
 from fcdp_compile.plan.diff import diff
-from fcdp_compile.strategy import PRESETS
+from fcdp_compile.strategy import PRESETS, Algorithm
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 
 def with_bucket(plan: Plan, **changes: Any) -> Plan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 
 import pytest
@@ -23,7 +23,6 @@ from fcdp_compile.tools.planner import (
     sensible,
     trace,
 )
-from fcdp_compile.tools.planner.ranking_table import ranking_record
 from fcdp_compile.tools.planner.traced import Inputs
 
 WIDTH, LAYERS = 512, 6
@@ -207,7 +206,7 @@ def test_sensible_strategies_differ() -> None:
 
 def test_the_record_is_what_rows_say() -> None:
     found = _rank(make_job(), is_frozen=True)
-    record = ranking_record(found)
+    record = asdict(found)
     assert [r["strategy"] for r in record["rows"]] == [r.strategy for r in found.rows]
     assert (record["recommended"], record["why"]) == (found.recommended, found.why)
     for row in record["rows"]:

@@ -24,7 +24,7 @@ from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
-from fcdp_compile.runtime.parameters.generations import Generations
+from fcdp_compile.runtime.parameters.record import Generations
 from fcdp_compile.torch_compat import backward_number
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from fcdp_compile.runtime.cache.home_transfers import HomeTransfers
 from fcdp_compile.runtime.cache.pinned import PinnedPool
 from fcdp_compile.runtime.collectives.collectives import Telling
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.exposure import Exposure
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
+from fcdp_compile.runtime.lanes.marks import Exposure
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.strategy import Cache, Strategy

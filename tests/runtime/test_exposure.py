@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fcdp_compile.devices.interface import Cpu
-from fcdp_compile.runtime.exposure import Exposure
+from fcdp_compile.runtime.lanes.marks import Exposure
 from fcdp_compile.runtime.lanes.tasks import Pending
 
 

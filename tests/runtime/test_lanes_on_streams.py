@@ -124,7 +124,7 @@ def hold_nothing(self: object, lane: Lane, after: Any, held: list[object]) -> di
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
-        ("fcdp_compile.runtime.lanes.stream_lane.OnStream.order", order_nothing),
+        ("fcdp_compile.runtime.lanes.task_lanes.OnStream.order", order_nothing),
         ("fcdp_compile.plan.lane_clocks.LaneClocks.add", hold_nothing),
         ("tests.runtime.simulated_device.Stream.wait_event", lambda self, event: None),
     ],

@@ -18,7 +18,7 @@ from fcdp_compile.plan import Direction, Plan, Variant
 from fcdp_compile.runtime.buckets.validity import Verdict
 from fcdp_compile.runtime.collectives.agreement import About
 from fcdp_compile.runtime.collectives.counters import Counters
-from fcdp_compile.runtime.exposure import Exposure
+from fcdp_compile.runtime.lanes.marks import Exposure
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.strategy import Strategy
 
@@ -55,7 +55,10 @@ class Model:
         self.modes: list[str] = []
         self.accumulation = Accumulation()
         self.bound: dict[int, dict[int, Any]] = {}
-        self.buckets = SimpleNamespace(note_run=lambda buckets: None)
+        self.buckets = SimpleNamespace(
+            note_run=lambda buckets: None,
+            release_rivals=lambda bucket: self.replaced.append(bucket.id),
+        )
         self.counters = Counters()
         self.exposure = Exposure(Cpu())
         self.collectives = SimpleNamespace()
@@ -79,9 +82,6 @@ class Model:
         self.asked = [b.id for b in buckets]
         stale = {b.id: b.id in self.stale_ids for b in buckets}
         return Verdict(stale=stale, refused={}, is_given=is_given, is_outdated=is_outdated)
-
-    def release_rivals(self, bucket: Any) -> None:
-        self.replaced.append(bucket.id)
 
     def bind(self, plan: Plan) -> None:
         """What a plan's run asks of its buckets."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fcdp_compile.runtime.parameters.generations import Generations
+from fcdp_compile.runtime.parameters.record import Generations
 
 
 class TestGenerations:

@@ -41,8 +41,7 @@ from tests.streams.cached import use_on_the_way
 from tests.streams.programs import PROGRAMS, Job, Late, Program, checked, four_ranks, late
 
 MODULES = (
-    "runtime.lanes.stream_lane",
-    "runtime.lanes.thread_lane",
+    "runtime.lanes.task_lanes",
     "plan.lane_clocks",
     "runtime.lanes.tasks",
     "runtime.lanes.lanes",

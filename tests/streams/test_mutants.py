@@ -10,15 +10,15 @@ from tests.streams.mutants import Mutant, Trial, mutants
 from tests.streams.programs import PROGRAMS, four_ranks
 
 EXPLAINED = {
-    "lanes.thread_lane.ThreadLane.join": "waits for threads at the interpreter's end (test_lanes_at_exit)",
-    "lanes.thread_lane._Finisher.end": "the same",
-    "lanes.thread_lane._run_here": "of a device without streams (test_lanes)",
+    "lanes.task_lanes.ThreadLane.join": "waits for threads at the interpreter's end (test_lanes_at_exit)",
+    "lanes.task_lanes._Finisher.end": "the same",
+    "lanes.task_lanes._run_here": "of a device without streams (test_lanes)",
 }
 """Mutants that no simulated device can notice, with the reason."""
 
 AT_ONCE = (
-    "lanes.stream_lane.OnStream.order",
-    "lanes.stream_lane.StreamLane._issue",
+    "lanes.task_lanes.OnStream.order",
+    "lanes.task_lanes.StreamLane._issue",
     "lanes.tasks.Pending.wait",
     "lanes.lanes.Lanes.start",
 )

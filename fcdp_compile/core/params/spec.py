@@ -21,9 +21,8 @@ from fcdp_compile.core.params.inner_cut import InnerCut
 from fcdp_compile.core.params.layout import ParamLayout, choose_dim
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.strategy import Scope, Strategy
+from fcdp_compile.strategy import Algorithm, Scope, Strategy
 from fcdp_compile.strategy.formats import CODINGS, Format
-from fcdp_compile.strategy.gathering import Algorithm
 
 K = TypeVar("K")
 

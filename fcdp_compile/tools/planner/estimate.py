@@ -21,13 +21,13 @@ from fcdp_compile.core.params.spec import Home, fit_strategy, param_spec, with_h
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.passes.memory.curve import evaluate, storages
 from fcdp_compile.passes.pipeline import Graphs
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
-from fcdp_compile.passes.variants import clone
 from fcdp_compile.plan import (
     Bucket,
     Direction,
@@ -38,7 +38,7 @@ from fcdp_compile.plan import (
     Tier,
     Variant,
 )
-from fcdp_compile.plan.whole_step import whole_step
+from fcdp_compile.plan.whole_step import part_of, whole_step
 from fcdp_compile.strategy import Cache, Strategy
 from fcdp_compile.strategy.home_nodes import home_nodes
 from fcdp_compile.tools.planner.job import Job
@@ -250,9 +250,14 @@ class _Estimation:
         """Yield the schedules of an optimizer step: for each micro-batch a forward and a backward."""
         last = self._job.accumulate - 1
         for i in range(self._job.accumulate):
-            yield _part(step, Direction.FORWARD, Variant.WARM if i else Variant.COLD)
-            gradients = Variant.COLLECT if i == last else Variant.ACCUMULATE
-            yield _part(step, Direction.BACKWARD, gradients)
+            variants = {
+                Direction.FORWARD: Variant.WARM if i else Variant.COLD,
+                Direction.BACKWARD: Variant.COLLECT if i == last else Variant.ACCUMULATE,
+            }
+            for direction, variant in variants.items():
+                part = part_of(step, direction, variant)
+                assert part is not None, f"a training step has a {direction.value}"
+                yield part
 
     def _cached_bytes(self, plans: Sequence[Plan]) -> int:
         return sum(b.host_bytes for b, at in _distinct(plans) if at.tier is Tier.HOST)
@@ -295,12 +300,6 @@ class _Estimation:
             elif now > left:
                 return 0
         return None if largest is None else max(0, largest)
-
-
-def _part(plan: Plan, direction: Direction, wanted: Variant) -> Schedule:
-    """Return the schedule of a variant, or the cold one, or the only one."""
-    found = {s.variant: s for s in plan.schedules if s.direction is direction}
-    return found.get(wanted) or found.get(Variant.COLD) or next(iter(found.values()))
 
 
 def _distinct(plans: Sequence[Plan]) -> list[tuple[Bucket, Placement]]:

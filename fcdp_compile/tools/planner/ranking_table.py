@@ -42,7 +42,7 @@ class Point:
 def shown(form: str, ranking: Ranking, job: Job) -> str:
     """Return a ranking in one of the forms "json", "csv" and "table"."""
     if form == "json":
-        return json.dumps(ranking_record(ranking), indent=1)
+        return json.dumps(asdict(ranking), indent=1)
     if form == "csv":
         return _csv([f.name for f in fields(Row)], map(_values, ranking.rows))
     rows = [[of(row) for of in _COLUMNS.values()] for row in ranking.rows]
@@ -56,7 +56,7 @@ def shown_sweep(form: str, of: str, points: Sequence[Point], job: Job) -> str:
     The table has samples per second, a column for each strategy; in parentheses if it does not fit.
     """
     if form == "json":
-        found = [{of: p.text, **ranking_record(p.ranking)} for p in points]
+        found = [{of: p.text, **asdict(p.ranking)} for p in points]
         return json.dumps({"sweep": found}, indent=1)
     if form == "csv":
         rows = ([p.text, *_values(row)] for p in points for row in p.ranking.rows)
@@ -106,11 +106,6 @@ def title(job: Job, *, without: str = "") -> str:
         f"{accumulate}; {job.device_bytes / 1e9:.1f} GB of a GPU and "
         f"{job.host_bytes_per_rank * job.ranks_per_node / 1e9:.0f} GB of a node may be used"
     )
-
-
-def ranking_record(ranking: Ranking) -> dict[str, Any]:
-    """Return the JSON object of a ranking."""
-    return asdict(ranking)
 
 
 _FORMATS = (".svg", ".png")

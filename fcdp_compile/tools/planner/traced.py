@@ -382,9 +382,7 @@ def inner_mesh(cp: int, tp: int) -> Iterator[DeviceMesh | None]:
         dist.destroy_process_group()
 
 
-def first_part(
-    inputs: Mapping[str, Tensor] | Sequence[Tensor], cp: int
-) -> Mapping[str, Any] | Sequence[Tensor]:
+def first_part(inputs: Inputs, cp: int) -> Mapping[str, Any] | Sequence[Tensor]:
     """The inputs of the first rank of those that share sequences, as `sequence_part` gives them.
 
     Raises: FcdpError for inputs other than tokens and labels.

@@ -206,9 +206,8 @@ def _memory_bytes(topology: Topology, probing: Probing) -> tuple[int, int]:
     assert machine is not None, "a machine that does not say is refused"
     of_rank = machine // ranks_on_machine(topology)
     host = of_rank * topology.ranks_per_node
-    if (
-        total := probing.device.total_bytes()
-    ) is None:  # the device is the host, and ranks share it
+    total = probing.device.total_bytes()
+    if total is None:  # the device is the host, and ranks share it
         return of_rank, host
     return total // probing.ranks_on_device, host
 

@@ -96,7 +96,7 @@ class Probing:
     def load_alone_s(self, size: int, *, budget_s: float) -> float:
         """Seconds for a load on one rank of each node while the others load nothing."""
         slab = self._together(partial(self._slab, size))
-        run: Run = partial(self._load, slab) if self._topology.place == 0 else _nothing
+        run: Run = partial(self._load, slab) if self._topology.place == 0 else lambda: None
         return self._watch.median_s(run, budget_s=budget_s)
 
     def gather_slowdown(self, gather: Timed, load: Timed) -> float:
@@ -180,10 +180,6 @@ class Probing:
 
     def _filled(self, size: int) -> Tensor:
         return torch.ones(size, dtype=torch.uint8, device=self.device.torch)
-
-
-def _nothing() -> None:
-    pass
 
 
 def ranks_on_machine(topology: Topology) -> int:

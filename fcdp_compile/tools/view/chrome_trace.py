@@ -54,16 +54,14 @@ def _process(
     schedule: Schedule, time: Timeline, buckets: _Placed, title: str, process: int
 ) -> Iterator[Event]:
     tracks = _tracks(schedule, time)
-    yield _named("process_name", title, process)
-    yield {**_named("process_sort_index", "", process), "args": {"sort_index": process}}
+    yield _about_track("process_name", process, name=title)
+    yield _about_track("process_sort_index", process, sort_index=process)
     for track in sorted({*range(len(_LANES)), *tracks}):
         beside, lane = divmod(track, len(_LANES))
         name = _LANES[lane].value + (f" {beside + 1}" if beside else "")
-        yield _named("thread_name", name, process, track)
-        yield {
-            **_named("thread_sort_index", "", process, track),
-            "args": {"sort_index": lane * len(schedule.steps) + beside},
-        }
+        yield _about_track("thread_name", process, track, name=name)
+        order = lane * len(schedule.steps) + beside
+        yield _about_track("thread_sort_index", process, track, sort_index=order)
     yield from _slices(schedule, time, buckets, process, tracks)
     yield from _inner(schedule, time, process)
     yield from _arrows(schedule, time, process, tracks)
@@ -82,8 +80,8 @@ def _tracks(schedule: Schedule, time: Timeline) -> list[int]:
     return tracks
 
 
-def _named(what: str, name: str, process: int, track: int = 0) -> Event:
-    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {"name": name}}
+def _about_track(what: str, process: int, track: int = 0, **facts: str | int) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": facts}
 
 
 def _slices(
@@ -108,9 +106,9 @@ def _inner(schedule: Schedule, time: Timeline, process: int) -> Iterator[Event]:
         return
     count = len(schedule.steps)  # no lane has so many tracks
     track = count * len(_LANES)
-    yield _named("thread_name", INNER, process, track)
+    yield _about_track("thread_name", process, track, name=INNER)
     order = _LANES.index(Lane.INTRA) * count + count - 1
-    yield {**_named("thread_sort_index", "", process, track), "args": {"sort_index": order}}
+    yield _about_track("thread_sort_index", process, track, sort_index=order)
     for index, slot in time.inner.items():
         step = schedule.steps[index]
         about = {"step": index, "bytes": step.inner_bytes}

@@ -1,4 +1,4 @@
-"""A lane that is a worker thread, for tasks that block their caller.
+"""A lane that is a stream of the device, and one that is a worker thread, for tasks that block their caller.
 
 [Note: two in flight] A collective between nodes ends with a message that other ranks wait for, and the next
 one begins with such a message.  One by one, collectives would leave a slow link idle but for these messages:
@@ -26,7 +26,7 @@ from traceback import clear_frames
 import torch
 
 from fcdp_compile.devices import Device, StreamDevice
-from fcdp_compile.runtime.lanes.stream_lane import OnStream, StreamLane
+from fcdp_compile.devices import Event as StreamEvent
 from fcdp_compile.runtime.lanes.tasks import Begun, Done, Run
 from fcdp_compile.torch_compat import name_thread
 
@@ -34,6 +34,50 @@ _BEGUN = 1
 """How many begun tasks may wait behind the task that is being finished; the next one blocks its lane."""
 
 _END_S = 5.0  # for a thread at the interpreter's end: to copy a few GB, and to see `exiting`
+
+
+class OnStream:
+    """The end of a task on a stream."""
+
+    def __init__(self, end: StreamEvent, device: StreamDevice) -> None:
+        self._end = end
+        self._device = device
+
+    def order(self) -> None:
+        self._device.current_stream().wait_event(self._end)
+
+    def passed(self) -> None:
+        pass
+
+
+class StreamLane:
+    """A stream; the Python thread or a lane's thread issues tasks to it."""
+
+    def __init__(self, device: StreamDevice, *, is_urgent: bool) -> None:
+        self._stream = device.new_stream(is_urgent=is_urgent)
+        self._device = device
+
+    def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
+        return self.prepared(run, after)()
+
+    def prepared(self, run: Run, after: Sequence[Done]) -> Callable[[], Done]:
+        """Return a call that issues a task after all that this thread's stream has been given by now."""
+        return partial(self._issue, run, after, self._device.record())
+
+    def _issue(self, run: Run, after: Sequence[Done], given: StreamEvent) -> Done:
+        with self._device.on(self._stream):
+            self._stream.wait_event(given)
+            for done in after:
+                done.order()
+            if isinstance(left := run(), Begun):
+                left.finish()
+            return OnStream(self._device.record(), self._device)
+
+    def close(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
 
 
 class ThreadLane:
@@ -47,6 +91,10 @@ class ThreadLane:
         self._worker = _Worker(SimpleQueue(), name, exiting, device, _Finisher(end))
 
     def start(self, run: Run, after: Sequence[Done], held: list[object]) -> Done:
+        """Start a task.
+
+        held: its buffers; cleared at its end if the lane has no stream that may still use them.
+        """
         call: Callable[[], object] = partial(_run_here, run, after, held)
         if self._stream is not None:
             call = self._stream.prepared(run, after)
@@ -59,6 +107,7 @@ class ThreadLane:
         self._worker.tasks.put(None)
 
     def join(self) -> None:
+        """Wait, for a limited time, for the Python work of a closed lane."""
         self._worker.is_quiet.wait(_END_S)
 
 
@@ -79,6 +128,10 @@ def _finish_here(begun: Begun, held: list[object]) -> None:
         begun.finish()
     finally:
         held.clear()
+
+
+TaskLane = StreamLane | ThreadLane
+"""Runs tasks one after the other."""
 
 
 class _InThread:
