@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fcdp_compile.core.params.home_shard import bring_back_inputs
 from fcdp_compile.core.params.late import LateTensor
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.params.seals import fingerprint
 from fcdp_compile.errors import FcdpError, StaleParameterError
 from fcdp_compile.plan import Direction, Kind, Plan, Variant
 from fcdp_compile.plan.json import to_json

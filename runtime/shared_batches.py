@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fcdp_compile.core.params.mesh import Topology
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.params.seals import fingerprint
 from fcdp_compile.core.ranks.differences import ranks_named
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Direction

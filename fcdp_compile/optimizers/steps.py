@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from fcdp_compile.core.params.home_tensor import HomeTensor
-from fcdp_compile.core.params.seals.fingerprint import fingerprints
+from fcdp_compile.core.params.seals import fingerprints
 from fcdp_compile.devices import Device
 from fcdp_compile.optimizers.states import (
     Bus,

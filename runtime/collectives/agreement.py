@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.params.seals import fingerprint
 from fcdp_compile.core.ranks.differences import first_other
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.plan.diff import diff

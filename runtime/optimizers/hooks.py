@@ -45,7 +45,7 @@ from torch.optim.optimizer import (
 from fcdp_compile.core.params.home_shard import REPLACED, HomeShard
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.mesh import Topology
-from fcdp_compile.core.params.seals.seal import refuse_capture
+from fcdp_compile.core.params.seals import refuse_capture
 from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.runtime.buckets.transport import Transport

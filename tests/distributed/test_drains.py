@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile import devices
 from fcdp_compile.core.params.home_shard import HomeShard
-from fcdp_compile.core.params.seals.seal import seal
+from fcdp_compile.core.params.seals import seal
 from tests.distributed.beside import Beside, named
 from tests.distributed.jobs import WORKS, Job, Verdicts, asked, run_jobs
 from tests.distributed.models import CASES

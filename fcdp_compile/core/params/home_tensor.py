@@ -59,7 +59,7 @@ from fcdp_compile.core.params.local_ops import (
     mapped,
     run_locally,
 )
-from fcdp_compile.core.params.seals.seal import Seal
+from fcdp_compile.core.params.seals import Seal
 from fcdp_compile.core.params.whole_ops import (
     draws,
     meets_plain,
@@ -87,7 +87,7 @@ from fcdp_compile.torch_compat import (
 class HomeTensor(DTensor):
     """A DTensor on the home mesh; see above.
 
-    seal: the seal of its memory (`seal`, [Note: seals]); None if the values were never checked, or if all
+    seal: the seal of its memory (`seals`, [Note: seals]); None if the values were never checked, or if all
     change.
     """
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fcdp_compile.core.params.inner_cut import InnerTensor, local_part
 from fcdp_compile.core.params.mesh import everyone_ranks
 from fcdp_compile.core.params.packing import rows_of
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.params.seals import fingerprint
 from fcdp_compile.core.ranks.differences import first_other
 from fcdp_compile.core.ranks.messages import together
 from fcdp_compile.core.sharding.assignment import matching

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fcdp_compile.core.params.inner_cut import InnerCut, described, local_part
 from fcdp_compile.core.params.mesh import Topology
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.params.seals import fingerprint
 from fcdp_compile.core.ranks.differences import first_other
 from fcdp_compile.core.ranks.messages import broadcast_first
 from fcdp_compile.core.sharding.refusals import Dtypes, warn_of_no_frozen, warn_of_torch
