@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.core.params.seals import fingerprint
-from fcdp_compile.core.ranks.differences import ranks_named
+from fcdp_compile.core.ranks.lost_ranks import ranks_named
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.collectives.collectives import Collectives

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fcdp_compile.core.ranks.differences import first_other
+from fcdp_compile.core.ranks.messages import first_other
 from fcdp_compile.errors import ArgumentError
 
 

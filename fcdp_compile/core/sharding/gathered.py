@@ -15,8 +15,7 @@ from fcdp_compile.core.params.inner_cut import InnerTensor, local_part
 from fcdp_compile.core.params.mesh import everyone_ranks
 from fcdp_compile.core.params.packing import rows_of
 from fcdp_compile.core.params.seals import fingerprint
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.assignment import matching
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import ArgumentError, FcdpError

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from fcdp_compile.core.params.inner_cut import InnerCut, described, local_part
 from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.core.params.seals import fingerprint
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import broadcast_first
+from fcdp_compile.core.ranks.messages import broadcast_first, first_other
 from fcdp_compile.core.sharding.refusals import Dtypes, warn_of_no_frozen, warn_of_torch
 from fcdp_compile.devices import Device
 from fcdp_compile.errors import ArgumentError

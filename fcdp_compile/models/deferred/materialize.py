@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from fcdp_compile.core.params.inner_cut import whole_of
 from fcdp_compile.core.params.packing import take_boxes
 from fcdp_compile.core.params.seals import fingerprint
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import broadcast_first, together
+from fcdp_compile.core.ranks.messages import broadcast_first, first_other, together
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.models.deferred.initialisation import (

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from fcdp_compile.core.params.mesh import topology_of
-from fcdp_compile.core.ranks.differences import first_other
 from fcdp_compile.core.ranks.inner_mesh import CP, cp_of, data_mesh
+from fcdp_compile.core.ranks.messages import first_other
 from fcdp_compile.errors import ArgumentError
 
 NO_TARGET = -100

@@ -27,8 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.models.pretrained.exporting.copies import GatheredValues, ModelTensors
