@@ -324,13 +324,12 @@ class OptimizerLoads:
             optimizer.state[parameter][key] = _home_tensor(part, parameter, parameter)
 
 
-def _home_tensor(local: Tensor, like: DTensor, parameter: HomeShard) -> HomeTensor:
+def _home_tensor(local: Tensor, like: DTensor, parameter: HomeShard) -> DTensor:
     mesh, shape, stride = parameter.device_mesh, like.shape, like.stride()
     made = DTensor.from_local(
         local, mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
-    adopted: HomeTensor = HomeTensor.adopt(made)
-    return adopted
+    return HomeTensor.adopt(made)
 
 
 def _states(optimizer: Optimizer) -> list[tuple[int, HomeShard, dict[str, Any]]]:

@@ -26,7 +26,7 @@ An op on sharded tensors runs in the first of these ways that applies:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,8 @@ from fcdp_compile.torch_compat import (
     without_torch_function,
 )
 
+V = TypeVar("V")
+
 
 class HomeTensor(DTensor):
     """A DTensor on the home mesh; see above.
@@ -96,16 +98,17 @@ class HomeTensor(DTensor):
     seal: Seal | None = None
 
     @staticmethod
-    def adopt(value: Any) -> Any:
+    def adopt(value: V) -> V:
         """Turn a DTensor on a home mesh into a HomeTensor in place; other values stay as they are."""
-        if type(value) is not DTensor or all_ranks_of(value.device_mesh) is None:
+        found: Any = value  # mypy narrows no type variable
+        if type(found) is not DTensor or all_ranks_of(found.device_mesh) is None:
             return value
-        if type(value._local_tensor) in (Tensor, LateTensor) or has_home_node(value):
-            value.__class__ = HomeTensor
+        if type(found._local_tensor) in (Tensor, LateTensor) or has_home_node(found):
+            found.__class__ = HomeTensor
         return value
 
     @staticmethod
-    def on_home(local: Tensor, spec: Any) -> Any:
+    def on_home(local: Tensor, spec: Any) -> DTensor:
         """Make a HomeTensor of this rank's part.  spec: DTensor's, of a tensor on a home mesh."""
         # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
         return HomeTensor.adopt(DTensor.__new__(DTensor, local, spec, requires_grad=False))
@@ -175,8 +178,7 @@ class HomeTensor(DTensor):
                     _settle([self])
                 is_recorded = self.requires_grad and torch.is_grad_enabled()
                 if type(held) is Tensor and not is_recorded and not options:
-                    gathered: DTensor = HomeTensor.adopt(redistributed(_plain(self), placements))
-                    return gathered
+                    return HomeTensor.adopt(redistributed(_plain(self), placements))
                 if is_put := (
                     type(held) is not LateTensor and tuple(placements) != tuple(self.placements)
                 ):
@@ -186,8 +188,7 @@ class HomeTensor(DTensor):
             found = DTensor.redistribute(found, device_mesh, placements, **options)
             if is_put:
                 found = put_on(found, held.device)
-        adopted: DTensor = HomeTensor.adopt(found)
-        return adopted
+        return HomeTensor.adopt(found)
 
     def _stable_hash_for_caching(self) -> str:  # DTensor's is equal for ranks with other rows
         return f"{super()._stable_hash_for_caching()} {tuple(_SLOT.__get__(self).shape)}"
@@ -439,8 +440,7 @@ def _settle(tensors: Iterable[HomeTensor]) -> None:
 
 
 def _whole(tensor: DTensor) -> DTensor:
-    whole: DTensor = HomeTensor.adopt(redistributed(_plain(tensor), everywhere(tensor.device_mesh)))
-    return whole
+    return HomeTensor.adopt(redistributed(_plain(tensor), everywhere(tensor.device_mesh)))
 
 
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
