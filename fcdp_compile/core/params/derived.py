@@ -203,7 +203,7 @@ def _derived(func: Any, result: Any, args: Any) -> Any:
         return _made(result)  # also while compiling: AOTAutograd insists on the class of its inputs
     if func in _INDEPENDENT or func._schema.is_mutable or torch.compiler.is_compiling():
         return result
-    return tree_map_only(HomeTensor, _made_of, result)
+    return tree_map_only(HomeTensor, lambda t: _made(t) if type(t) is HomeTensor else t, result)
 
 
 _aten = torch.ops.aten
@@ -225,10 +225,6 @@ _INDEPENDENT = (
     _aten.new_full.default,
 )
 """Operations whose results stay DTensors, such as an optimizer's states."""
-
-
-def _made_of(value: HomeTensor) -> HomeTensor:
-    return _made(value) if type(value) is HomeTensor else value
 
 
 def _made(dtensor: DTensor) -> Derived:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -86,9 +86,8 @@ def unfolded(model: Any, ignored: Collection[str]) -> Iterator[None]:
 
     Raises: ArgumentError for a quantised weight that fcdp cannot take apart.
     """
-    changes: list[_Unfolded] = []
     made: dict[nn.Parameter, QuantisedWeight] = {}  # a tied weight stays tied
-    try:
+    with ExitStack() as undo:
         for path, module in list(model.named_modules()) if isinstance(model, nn.Module) else ():
             for name, parameter in list(module._parameters.items()):
                 full_name = f"{path}.{name}" if path else name
@@ -102,37 +101,33 @@ def unfolded(model: Any, ignored: Collection[str]) -> Iterator[None]:
                     if parts is None:
                         continue
                     made[parameter] = QuantisedWeight(parts)
-                changes.append(_Unfolded(module, name, made[parameter]))
+                undo.callback(_unfold(module, name, made[parameter]))
         yield
-    except BaseException:
-        for change in reversed(changes):
-            change.undo()
-        raise
+        undo.pop_all()
 
 
-class _Unfolded:
-    """A module whose parameter a `QuantisedWeight` has replaced, and what it was before."""
+def _unfold(module: nn.Module, name: str, weight: QuantisedWeight) -> Callable[[], None]:
+    """Put a `QuantisedWeight` in the place of a module's parameter; returns what undoes this."""
+    own, parameters = type(module), dict(module._parameters)
+    changed = {n: v for n, v in weight.recipe.attributes(module).items() if n in vars(module)}
+    attributes = {n: vars(module)[n] for n in changed}
+    del module._parameters[name]
+    module._modules[name] = weight
+    vars(module).update(changed)
+    members: dict[str, Any] = {name: _joining(name), **weight.recipe.members}
+    # The library's own would add what they read from the weight, in another form.
+    for hook in ("_save_to_state_dict", "_load_from_state_dict"):
+        members[hook] = getattr(nn.Module, hook)
+    members |= {"__module__": own.__module__, "__qualname__": own.__qualname__}
+    module.__class__ = type(own.__name__, (own,), members)
 
-    def __init__(self, module: nn.Module, name: str, weight: QuantisedWeight) -> None:
-        self._module, self._name, self._class = module, name, type(module)
-        changed = {n: v for n, v in weight.recipe.attributes(module).items() if n in vars(module)}
-        self._attributes = {n: vars(module)[n] for n in changed}
-        self._parameters = dict(module._parameters)
-        del module._parameters[name]
-        module._modules[name] = weight
-        vars(module).update(changed)
-        members: dict[str, Any] = {name: _joining(name), **weight.recipe.members}
-        # The library's own would add what they read from the weight, in another form.
-        for hook in ("_save_to_state_dict", "_load_from_state_dict"):
-            members[hook] = getattr(nn.Module, hook)
-        members |= {"__module__": self._class.__module__, "__qualname__": self._class.__qualname__}
-        module.__class__ = type(self._class.__name__, (self._class,), members)
+    def undo() -> None:
+        module.__class__ = own
+        vars(module).update(attributes)
+        del module._modules[name]
+        module._parameters = parameters  # in the order of before
 
-    def undo(self) -> None:
-        self._module.__class__ = self._class
-        vars(self._module).update(self._attributes)
-        del self._module._modules[self._name]
-        self._module._parameters = self._parameters  # in the order of before
+    return undo
 
 
 def _joining(name: str) -> property:
