@@ -151,10 +151,6 @@ class _Gathered:
     home: nn.Parameter
     mark: int
 
-    def now(self) -> list[Tensor | None]:
-        """The tensors that are in the parameter's places now."""
-        return [module._parameters.get(name) for module, name in self.places]
-
 
 class _Left(NamedTuple):
     """The values of one parameter at the end of the block, and their fingerprint."""
@@ -179,25 +175,23 @@ class _Block:
             [(r.spec.key, r.peek(), r.spec.home_dtype) for r in self._records]
         )
         for record, value in zip(self._records, values, strict=True):
-            inner = record.spec.inner
+            inner, home, places = record.spec.inner, record.parameter(), record.owners()
             if inner is not None and inner.mesh is not None and not inner.sums:
                 value = InnerTensor(inner).of(value)
-            self._replace(record, nn.Parameter(value, requires_grad=False))
-
-    def _replace(self, record: ParamRecord, whole: nn.Parameter) -> None:
-        spec, home = record.spec, record.parameter()
-        places = record.owners()
-        mark = int(fingerprint([local_part(whole)]))
-        self._inside.append(_Gathered(record=record, places=places, home=home, mark=mark))
-        self._state.whole[spec.key] = WholeParameter(home=home, writeback=self._writeback)
-        for module, name in places:
-            module._parameters[name] = whole
+            mark = int(fingerprint([local_part(value)]))
+            self._inside.append(_Gathered(record=record, places=places, home=home, mark=mark))
+            self._state.whole[record.spec.key] = WholeParameter(
+                home=home, writeback=self._writeback
+            )
+            whole = nn.Parameter(value, requires_grad=False)
+            for module, name in places:
+                module._parameters[name] = whole
 
     def leave(self) -> list[list[Tensor | None]]:
         """Put the home shards back, without communication; returns what each parameter's places contained."""
-        left = []
+        left: list[list[Tensor | None]] = []
         for one in self._inside:
-            left.append(one.now())
+            left.append([module._parameters.get(name) for module, name in one.places])
             del self._state.whole[one.record.spec.key]
             for module, name in one.places:
                 module._parameters[name] = one.home

@@ -258,11 +258,10 @@ def state_of(model: nn.Module) -> ShardedModel:
 
     Raises: ValueError if it is not sharded.
     """
-    state = vars(model_of(model)).get(STATE)
+    state: ModuleState | None = vars(model_of(model)).get(STATE)
     if state is None:
         raise ArgumentError("the model is not sharded; call fcdp_compile.shard(model, mesh) first")
-    found: ShardedModel = state.model
-    return found
+    return state.model
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
