@@ -11,7 +11,8 @@ from torch.fx import GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD
-from fcdp_compile.torch_compat import detect_fake_mode, is_opaque, saved_output_descriptor
+from fcdp_compile.torch_compat import detect_fake_mode
+from fcdp_compile.torch_compat.graphs import is_opaque, saved_output_descriptor
 
 
 def stamp(

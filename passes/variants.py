@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from fcdp_compile.passes.choose_sources import choose_sources
 from fcdp_compile.passes.graph.context import PassContext, Source, Use
 from fcdp_compile.plan import Direction, Variant
-from fcdp_compile.torch_compat import graph_module
+from fcdp_compile.torch_compat.graphs import graph_module
 
 
 def variants(ctx: PassContext) -> list[Variant]:

@@ -31,7 +31,8 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
-from fcdp_compile.torch_compat import MemoryLayout, backward_number, storage_id
+from fcdp_compile.torch_compat.autograd import backward_number
+from fcdp_compile.torch_compat.tensors import MemoryLayout, storage_id
 
 
 class CompiledPlan:

@@ -13,7 +13,7 @@ from fcdp_compile.core.ranks.lost_ranks import ranks_named
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.torch_compat import is_static_input
+from fcdp_compile.torch_compat.graphs import is_static_input
 
 
 class SharedBatches:

@@ -33,7 +33,7 @@ from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES,
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.torch_compat import copy_all
+from fcdp_compile.torch_compat.tensors import copy_all
 
 StateKinds = Mapping[str, torch.dtype]
 """The states of a parameter that have its shape: each state's name and dtype."""

@@ -11,14 +11,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from fcdp_compile.torch_compat import (
-    DispatchMode,
-    FakeTensor,
-    OpOverload,
-    fake_of,
-    meta_of,
-    without_modes,
-)
+from fcdp_compile.torch_compat import DispatchMode, FakeTensor, OpOverload
+from fcdp_compile.torch_compat.autograd import without_modes
+from fcdp_compile.torch_compat.graphs import fake_of, meta_of
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 """For each op that a compiler does not take, a function that computes it with other ops."""

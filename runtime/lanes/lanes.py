@@ -29,7 +29,7 @@ from fcdp_compile.plan.lane_clocks import Clock, LaneClocks
 from fcdp_compile.runtime.lanes.stream_lane import StreamLane
 from fcdp_compile.runtime.lanes.tasks import Done, Pending, Run, TaskLane, within
 from fcdp_compile.runtime.lanes.thread_lane import ThreadLane
-from fcdp_compile.torch_compat import is_profiling
+from fcdp_compile.torch_compat.autograd import is_profiling
 
 _URGENT = (Lane.INTER, Lane.INTRA)
 """Collectives must not queue behind kernels that fill the whole GPU; copies do not compete with kernels."""

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import fcdp_compile
 from fcdp_compile.core.params.mesh import new_control_group, topology_of
 from fcdp_compile.core.ranks import process_groups
-from fcdp_compile.torch_compat import gloo_timeout
+from fcdp_compile.torch_compat.distributed import gloo_timeout
 from tests.distributed.ranks import kill, start
 
 pytestmark = pytest.mark.distributed

@@ -22,12 +22,9 @@ from fcdp_compile.core.params.home_tensor import HomeTensor, as_home_tensor
 from fcdp_compile.core.params.whole_ops import is_plain
 from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.torch_compat import (
-    skip_frames_below,
-    tree_leaves,
-    tree_map_only,
-    without_torch_function,
-)
+from fcdp_compile.torch_compat import tree_leaves, tree_map_only
+from fcdp_compile.torch_compat.autograd import without_torch_function
+from fcdp_compile.torch_compat.compilers import skip_frames_below
 
 
 class Sharded(HomeTensor):

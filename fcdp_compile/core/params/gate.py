@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.core.params.registry import lost_write
-from fcdp_compile.torch_compat import is_in_transform, skip_frame
+from fcdp_compile.torch_compat.autograd import is_in_transform
+from fcdp_compile.torch_compat.compilers import skip_frame
 
 
 class Calls:

@@ -37,15 +37,11 @@ from fcdp_compile.core.params.whole_ops import is_plain
 from fcdp_compile.core.ranks.inner_mesh import INTER, INTRA, TP
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import (
-    NodeShard,
-    dtensor_of,
-    is_tracing,
-    one_run_only,
-    storage_id,
-    storage_uses,
-    without_modes,
-)
+from fcdp_compile.torch_compat.autograd import without_modes
+from fcdp_compile.torch_compat.compilers import is_tracing
+from fcdp_compile.torch_compat.distributed import dtensor_of
+from fcdp_compile.torch_compat.placements import NodeShard, one_run_only
+from fcdp_compile.torch_compat.tensors import storage_id, storage_uses
 
 KEY = "_fcdp_key"
 """The attribute of a sharded parameter that `key_of` reads."""

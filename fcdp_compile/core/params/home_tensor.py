@@ -72,16 +72,16 @@ from fcdp_compile.core.params.whole_ops import (
 )
 from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.torch_compat import (
+from fcdp_compile.torch_compat import tree_map_only
+from fcdp_compile.torch_compat.autograd import without_torch_function
+from fcdp_compile.torch_compat.compilers import skip_frames_below
+from fcdp_compile.torch_compat.distributed import (
     has_rule,
     reshape_wrapper,
-    skip_frames_below,
-    storage_id,
     takes_plain_tensors,
-    tree_map_only,
     wanted_placements,
-    without_torch_function,
 )
+from fcdp_compile.torch_compat.tensors import storage_id
 
 V = TypeVar("V")
 

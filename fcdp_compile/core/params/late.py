@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcdp_compile.torch_compat import MemoryLayout, WrapperTensor, tree_map_only
+from fcdp_compile.torch_compat import tree_map_only
+from fcdp_compile.torch_compat.tensors import MemoryLayout, WrapperTensor
 
 
 class Awaited:

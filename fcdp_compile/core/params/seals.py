@@ -35,7 +35,8 @@ from torch import Tensor
 
 from fcdp_compile.devices import is_capturing
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.torch_compat import storage_id, storage_uses, without_modes
+from fcdp_compile.torch_compat.autograd import without_modes
+from fcdp_compile.torch_compat.tensors import storage_id, storage_uses
 
 _lock = Lock()
 

@@ -21,7 +21,11 @@ import torch
 import torch.distributed as dist
 
 from fcdp_compile.errors import FcdpError, LostRankError
-from fcdp_compile.torch_compat import comes_from_peers, gloo_context_count, rendezvous_store
+from fcdp_compile.torch_compat.distributed import (
+    comes_from_peers,
+    gloo_context_count,
+    rendezvous_store,
+)
 
 _ANSWER_S = 1.5
 """How long to wait for the other ranks' notes; the user sees the error after 2 s in all."""

@@ -10,7 +10,7 @@ from torch.distributed.constants import default_pg_nccl_timeout
 
 from fcdp_compile.core.ranks.lost_ranks import world
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.torch_compat import gloo_timeout, nccl_timeout, without_splitting
+from fcdp_compile.torch_compat.distributed import gloo_timeout, nccl_timeout, without_splitting
 
 
 def group_of(ranks: list[int], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:

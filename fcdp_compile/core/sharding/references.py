@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from fcdp_compile.torch_compat import gradient_hooks, storage_id
+from fcdp_compile.torch_compat.autograd import gradient_hooks
+from fcdp_compile.torch_compat.tensors import storage_id
 
 _TABLES = ("_parameters", "_modules")
 """The attributes that `shard` handles itself."""

@@ -30,11 +30,8 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.models.quantised.weight import packed_parameters
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.torch_compat import (
-    FakeTensor,
-    NormWithStatistics,
-    calls_dispatch_of_subclasses,
-)
+from fcdp_compile.torch_compat import FakeTensor, NormWithStatistics
+from fcdp_compile.torch_compat.distributed import calls_dispatch_of_subclasses
 
 log = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.home_nodes import home_nodes
-from fcdp_compile.torch_compat import move_gradient_hooks
+from fcdp_compile.torch_compat.autograd import move_gradient_hooks
 
 M = TypeVar("M", bound=nn.Module)
 

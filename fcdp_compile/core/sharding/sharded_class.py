@@ -30,7 +30,9 @@ from fcdp_compile.models.quantised.weight import QuantisedWeight
 from fcdp_compile.ops import REQUIRE_GRAD, UNSHARD
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.torch_compat import is_in_derivative, is_recomputing, skip_frame, tree_map_only
+from fcdp_compile.torch_compat import tree_map_only
+from fcdp_compile.torch_compat.autograd import is_in_derivative, is_recomputing
+from fcdp_compile.torch_compat.compilers import skip_frame
 
 STATE = "_fcdp"
 """The attribute of a sharded module that holds its `ModuleState`."""

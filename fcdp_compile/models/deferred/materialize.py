@@ -42,7 +42,7 @@ from fcdp_compile.models.deferred.stand_ins import (
     standing_in,
 )
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat.tensors import storage_id
 
 
 def materialize(model: nn.Module) -> None:

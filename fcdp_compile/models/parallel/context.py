@@ -27,7 +27,7 @@ from fcdp_compile.core.ranks.inner_mesh import CONTEXT, CP, cp_of
 from fcdp_compile.core.sharding.shard import is_sharded
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.extras import require
-from fcdp_compile.torch_compat import all_to_all_of_equals
+from fcdp_compile.torch_compat.distributed import all_to_all_of_equals
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -35,16 +35,10 @@ from fcdp_compile.models.parallel.tensor import tensor_parallel
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.memory.curve import hints_of
 from fcdp_compile.passes.partition import partition
-from fcdp_compile.torch_compat import (
-    aot_autograd,
-    as_boxed,
-    boxed,
-    make_dynamic,
-    min_cut_rematerialization_partition,
-    start_fake_group,
-    tracing_mode,
-    without_code,
-)
+from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
+from fcdp_compile.torch_compat.compilers import make_dynamic
+from fcdp_compile.torch_compat.distributed import start_fake_group
+from fcdp_compile.torch_compat.graphs import as_boxed, boxed, tracing_mode, without_code
 
 Inputs = Mapping[str, Tensor] | Sequence[Tensor]
 Build = Callable[[int, int], tuple[nn.Module, Inputs]]

@@ -34,7 +34,8 @@ from fcdp_compile.models.pretrained.exporting.copies import GatheredValues, Mode
 from fcdp_compile.models.pretrained.exporting.kinds import reader_of
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.torch_compat import DispatchMode, OpOverload, storage_id, tree_leaves
+from fcdp_compile.torch_compat import DispatchMode, OpOverload, tree_leaves
+from fcdp_compile.torch_compat.tensors import storage_id
 
 
 def stream_state(
