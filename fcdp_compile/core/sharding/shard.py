@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.core.params import registry
-from fcdp_compile.core.params.gate import Calls, Gate
+from fcdp_compile.core.params.gate import Gate
 from fcdp_compile.core.params.home_shard import KEY, REPLACED, HomeShard
 from fcdp_compile.core.params.inner_cut import InnerCut, local_part
 from fcdp_compile.core.params.layout import ParamLayout
@@ -305,8 +305,7 @@ def _replace(
     """Replace parameters by home shards, and the modules' classes by subclasses."""
     gate = Gate()
     homes = {
-        p: _home_shard(p, r.spec, state.topology, gate.calls, state.device)
-        for p, r in records.items()
+        p: _home_shard(p, r.spec, state.topology, gate, state.device) for p, r in records.items()
     }
     classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
     for module in root.modules():
@@ -337,7 +336,7 @@ def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> Device
 
 
 def _home_shard(
-    parameter: nn.Parameter, spec: ParamSpec, topology: Topology, calls: Calls, on: Device
+    parameter: nn.Parameter, spec: ParamSpec, topology: Topology, gate: Gate, on: Device
 ) -> nn.Parameter:
     if topology.home_mesh is None:
         return _whole(parameter, spec.key, on.torch)
@@ -360,7 +359,7 @@ def _home_shard(
         spec,
         topology.home_mesh,
         requires_grad=parameter.requires_grad,
-        calls=calls,
+        gate=gate,
         key=spec.key,
     )
     if is_away and not home.release(local):

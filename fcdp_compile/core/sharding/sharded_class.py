@@ -215,12 +215,12 @@ def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if model.whole:  # as in `_noted_call`, which does not reach what was compiled in place
                 return torch.compiler.disable(self._call_impl)(*args, **kwargs)
-            before = gate.inside, gate.calls.inside
-            gate.inside = gate.calls.inside = True
+            before = gate.inside, gate.is_called
+            gate.inside = gate.is_called = True
             try:
                 return compiled(*args, **kwargs)
             finally:
-                gate.inside, gate.calls.inside = before
+                gate.inside, gate.is_called = before
 
         self._compiled_call_impl = call
 
@@ -293,19 +293,18 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return inner(self, *args, **kwargs)
         state = _state(self)
-        calls = state.gate.calls
         state.model.unset.refuse("a forward")
-        was_inside = calls.inside
-        calls.inside = True
+        was_called = state.gate.is_called
+        state.gate.is_called = True
         try:
             if state.model.whole:
                 # Compiled graphs would gather, but parameters are whole already.
                 return torch.compiler.disable(inner)(self, *args, **kwargs)
             return inner(self, *args, **kwargs)
         finally:
-            calls.inside = was_inside
+            state.gate.is_called = was_called
 
-    # `calls.inside` must be set before the guards of the called code are checked.
+    # `is_called` must be set before the guards of the called code are checked.
     skip_frame(call)
     return call
 
