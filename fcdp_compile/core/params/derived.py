@@ -88,15 +88,6 @@ class Derived(Sharded):
         # DTensor accepts `d.data = other`, but keeps its old values.
         self.detach().copy_(other)
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
-    ) -> Derived:
-        # For the same reason as HomeShard's.
-        return _made(
-            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        )
-
 
 class _Whole(Function):
     """Turns a replicated DTensor into a plain tensor, and averages the gradient over the ranks."""

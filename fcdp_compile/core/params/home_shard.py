@@ -120,14 +120,9 @@ class HomeShard(Sharded):
         shard._is_param = True
         return shard
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
-    ) -> HomeShard:
-        # AOTAutograd rebuilds its inputs through this and then insists on the very class it was given.
-        return HomeShard._like(
-            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        )
+    @classmethod
+    def __tensor_unflatten__(cls, *parts: Any) -> HomeShard:
+        return HomeShard._like(DTensor.__tensor_unflatten__(*parts))
 
     @property
     def data(self) -> Tensor:

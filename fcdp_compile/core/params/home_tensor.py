@@ -113,14 +113,12 @@ class HomeTensor(DTensor):
         # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
         return HomeTensor.adopt(DTensor.__new__(DTensor, local, spec, requires_grad=False))
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
-    ) -> DTensor:
+    @classmethod
+    def __tensor_unflatten__(cls, *parts: Any) -> DTensor:
         # AOTAutograd rebuilds its inputs through this and then insists on the very class it was given.
-        return as_home_tensor(
-            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        )
+        made: DTensor = DTensor.__tensor_unflatten__(*parts)
+        made.__class__ = cls
+        return made
 
     # After a graph break Dynamo would compile the Python code of ops, which it cannot trace.
     @classmethod
