@@ -92,8 +92,7 @@ def refuse_capture() -> None:
         raise FcdpError(
             "a CUDA graph that uses sharded parameters or their gradients would write to them unnoticed "
             "when it is replayed, and the model would keep using copies of the old values; run this "
-            "part, such as "
-            "optimizer.step(), outside of torch.cuda.graph"
+            "part, such as optimizer.step(), outside of torch.cuda.graph"
         )
 
 
