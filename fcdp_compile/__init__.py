@@ -13,88 +13,46 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fcdp_compile.core.params.inner_cut import declare_part
-    from fcdp_compile.core.params.mesh import make_mesh
-    from fcdp_compile.core.sharding.full import full
-    from fcdp_compile.core.sharding.gathered import gathered
-    from fcdp_compile.core.sharding.no_sync import no_sync
-    from fcdp_compile.core.sharding.shard import shard
-    from fcdp_compile.errors import (
-        CheckpointError,
-        FcdpError,
-        LostRankError,
-        PlanFormatError,
-        PlanMismatchError,
-        StaleParameterError,
-        UnshardedParameterError,
-        UnsynchronizedGradientError,
-    )
-    from fcdp_compile.models.checkpointing.loading import Loaded, load
-    from fcdp_compile.models.checkpointing.saving import PendingSave, save
-    from fcdp_compile.models.deferred.materialize import materialize
-    from fcdp_compile.models.parallel.context import context_parallel
-    from fcdp_compile.models.parallel.pipeline import PipelineStage
-    from fcdp_compile.models.parallel.sequence import sequence_part
-    from fcdp_compile.models.parallel.tensor import tensor_parallel
-    from fcdp_compile.models.pretrained.exporting.export import save_pretrained
-    from fcdp_compile.models.pretrained.exporting.streaming import stream_state
-    from fcdp_compile.models.pretrained.load import load_pretrained
-    from fcdp_compile.optimizers.combine import combine
-    from fcdp_compile.optimizers.muon import Muon
-    from fcdp_compile.optimizers.offload import offload
-    from fcdp_compile.strategy import Strategy
-    from fcdp_compile.tools.report import (
-        Explanation,
-        Memory,
-        Traffic,
-        explain,
-        exposed_wait,
-        memory,
-        traffic,
-    )
+    from fcdp_compile.core.params.inner_cut import declare_part as declare_part
+    from fcdp_compile.core.params.mesh import make_mesh as make_mesh
+    from fcdp_compile.core.sharding.full import full as full
+    from fcdp_compile.core.sharding.gathered import gathered as gathered
+    from fcdp_compile.core.sharding.no_sync import no_sync as no_sync
+    from fcdp_compile.core.sharding.shard import shard as shard
+    from fcdp_compile.errors import CheckpointError as CheckpointError
+    from fcdp_compile.errors import FcdpError as FcdpError
+    from fcdp_compile.errors import LostRankError as LostRankError
+    from fcdp_compile.errors import PlanFormatError as PlanFormatError
+    from fcdp_compile.errors import PlanMismatchError as PlanMismatchError
+    from fcdp_compile.errors import StaleParameterError as StaleParameterError
+    from fcdp_compile.errors import UnshardedParameterError as UnshardedParameterError
+    from fcdp_compile.errors import UnsynchronizedGradientError as UnsynchronizedGradientError
+    from fcdp_compile.models.checkpointing.loading import Loaded as Loaded
+    from fcdp_compile.models.checkpointing.loading import load as load
+    from fcdp_compile.models.checkpointing.saving import PendingSave as PendingSave
+    from fcdp_compile.models.checkpointing.saving import save as save
+    from fcdp_compile.models.deferred.materialize import materialize as materialize
+    from fcdp_compile.models.parallel.context import context_parallel as context_parallel
+    from fcdp_compile.models.parallel.pipeline import PipelineStage as PipelineStage
+    from fcdp_compile.models.parallel.sequence import sequence_part as sequence_part
+    from fcdp_compile.models.parallel.tensor import tensor_parallel as tensor_parallel
+    from fcdp_compile.models.pretrained.exporting.export import save_pretrained as save_pretrained
+    from fcdp_compile.models.pretrained.exporting.streaming import stream_state as stream_state
+    from fcdp_compile.models.pretrained.load import load_pretrained as load_pretrained
+    from fcdp_compile.optimizers.combine import combine as combine
+    from fcdp_compile.optimizers.muon import Muon as Muon
+    from fcdp_compile.optimizers.offload import offload as offload
+    from fcdp_compile.strategy import Strategy as Strategy
+    from fcdp_compile.tools.report import Explanation as Explanation
+    from fcdp_compile.tools.report import Memory as Memory
+    from fcdp_compile.tools.report import Traffic as Traffic
+    from fcdp_compile.tools.report import explain as explain
+    from fcdp_compile.tools.report import exposed_wait as exposed_wait
+    from fcdp_compile.tools.report import memory as memory
+    from fcdp_compile.tools.report import traffic as traffic
 
 __version__: str
 """The version of the installed package."""
-
-__all__ = [
-    "CheckpointError",
-    "Explanation",
-    "FcdpError",
-    "Loaded",
-    "LostRankError",
-    "Memory",
-    "Muon",
-    "PendingSave",
-    "PipelineStage",
-    "PlanFormatError",
-    "PlanMismatchError",
-    "StaleParameterError",
-    "Strategy",
-    "Traffic",
-    "UnshardedParameterError",
-    "UnsynchronizedGradientError",
-    "combine",
-    "context_parallel",
-    "declare_part",
-    "explain",
-    "exposed_wait",
-    "full",
-    "gathered",
-    "load",
-    "load_pretrained",
-    "make_mesh",
-    "materialize",
-    "memory",
-    "no_sync",
-    "offload",
-    "save",
-    "save_pretrained",
-    "sequence_part",
-    "shard",
-    "stream_state",
-    "tensor_parallel",
-    "traffic",
-]
 
 _HOMES = {
     "CheckpointError": "errors",
@@ -135,6 +93,9 @@ _HOMES = {
     "tensor_parallel": "models.parallel.tensor",
     "traffic": "tools.report",
 }
+"""The module of each public name."""
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from fcdp_compile.ops import EXPLICIT
 from fcdp_compile.passes.graph.context import META, PassContext
 from fcdp_compile.passes.graph.repetition import Repetition, stretches
 from fcdp_compile.passes.graph.views import is_view
-from fcdp_compile.torch_compat import graph_module
+from fcdp_compile.torch_compat.graphs import graph_module
 
 
 def segment(gm: GraphModule, ctx: PassContext | None = None) -> GraphModule:

@@ -25,12 +25,8 @@ from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.late import Awaited, LateTensor
 from fcdp_compile.devices import Device, Event, StreamDevice
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.torch_compat import (
-    MemoryLayout,
-    at_end_of_backward,
-    backward_number,
-    without_modes,
-)
+from fcdp_compile.torch_compat.autograd import at_end_of_backward, backward_number, without_modes
+from fcdp_compile.torch_compat.tensors import MemoryLayout
 
 
 class Drains:

@@ -31,7 +31,7 @@ from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.parameters.record import Records
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.torch_compat import backward_number
+from fcdp_compile.torch_compat.autograd import backward_number
 
 log = logging.getLogger(__name__)
 

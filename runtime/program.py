@@ -22,7 +22,7 @@ from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.lanes.tasks import Pending, passed_on
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.torch_compat import MemoryLayout
+from fcdp_compile.torch_compat.tensors import MemoryLayout
 
 Call = Callable[[list[Any]], Any]
 """Runs one node on the values of a run."""

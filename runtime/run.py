@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fcdp_compile.core.params.home_shard import bring_back_inputs
 from fcdp_compile.core.params.late import LateTensor
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.params.seals import fingerprint
 from fcdp_compile.errors import FcdpError, StaleParameterError
 from fcdp_compile.plan import Direction, Kind, Plan, Variant
 from fcdp_compile.plan.json import to_json
@@ -31,7 +31,8 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.runtime.recorder import Recorder
-from fcdp_compile.torch_compat import MemoryLayout, backward_number, storage_id
+from fcdp_compile.torch_compat.autograd import backward_number
+from fcdp_compile.torch_compat.tensors import MemoryLayout, storage_id
 
 
 class CompiledPlan:

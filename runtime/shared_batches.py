@@ -8,12 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from fcdp_compile.core.params.mesh import Topology
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
-from fcdp_compile.core.ranks.differences import ranks_named
+from fcdp_compile.core.params.seals import fingerprint
+from fcdp_compile.core.ranks.lost_ranks import ranks_named
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.torch_compat import is_static_input
+from fcdp_compile.torch_compat.graphs import is_static_input
 
 
 class SharedBatches:

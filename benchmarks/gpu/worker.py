@@ -23,7 +23,7 @@ from benchmarks.gpu.driver import EXIT_NOT_RUN, FLIGHTS, STACKS
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import Found, write_found
 from benchmarks.gpu.workers.setting import NotRunError, Setting
-from fcdp_compile.torch_compat import last_collectives
+from fcdp_compile.torch_compat.distributed import last_collectives
 
 _BY_NAME = {part.name: part for part in PARTS}
 

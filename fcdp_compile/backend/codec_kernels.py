@@ -21,7 +21,8 @@ from fcdp_compile.backend.compute import Compute
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.quantize import Codec, decode_blocks, encode_blocks
 from fcdp_compile.strategy import Algorithm
-from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode, without_modes
+from fcdp_compile.torch_compat import FakeTensorMode, detect_fake_mode
+from fcdp_compile.torch_compat.autograd import without_modes
 
 log = logging.getLogger(__name__)
 

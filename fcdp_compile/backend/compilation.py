@@ -39,13 +39,8 @@ from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.alike import AlikePlans
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.run import CompiledPlan
-from fcdp_compile.torch_compat import (
-    aot_autograd,
-    as_boxed,
-    min_cut_rematerialization_partition,
-    unwritten_inputs,
-    without_code,
-)
+from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
+from fcdp_compile.torch_compat.graphs import as_boxed, unwritten_inputs, without_code
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from fcdp_compile import torch_compat
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.ops import REQUIRE_GRAD
+from fcdp_compile.torch_compat import compilers
+from fcdp_compile.torch_compat.autograd import without_modes
+from fcdp_compile.torch_compat.graphs import boxed
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +45,19 @@ class Compute:
     @staticmethod
     def available(kind: str, device_type: str) -> str:
         """`kind`, or "eager" with one warning if Inductor cannot compile for the device."""
-        if kind != "inductor" or (reason := torch_compat.why_no_inductor(device_type)) is None:
+        if kind != "inductor" or (reason := compilers.why_no_inductor(device_type)) is None:
             return kind
         _warn_once(device_type, reason)
         return "eager"
 
     def decompositions(self) -> dict[Any, Any]:
         """The decompositions that AOTAutograd should use for this compiler."""
-        table = torch_compat.inductor_decompositions() if self.is_inductor else {}
+        table = compilers.inductor_decompositions() if self.is_inductor else {}
         return table | {REQUIRE_GRAD: lambda tensor, anchor: tensor}
 
     def prepare_joint(self, joint: GraphModule) -> GraphModule:
         """Run the compiler's own passes over the joint graph, before it is partitioned."""
-        return torch_compat.joint_graph_passes(joint, self._settings) if self.is_inductor else joint
+        return compilers.joint_graph_passes(joint, self._settings) if self.is_inductor else joint
 
     def compile(self, gm: GraphModule) -> BoxedCallable:
         """Compile a graph into a function that takes its arguments as a list and empties the list."""
@@ -69,9 +71,9 @@ class Compute:
 
     def _compile(self, gm: GraphModule) -> BoxedCallable:
         if not self.is_inductor:
-            return torch_compat.boxed(gm)
+            return boxed(gm)
         inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-        return torch_compat.compile_with_inductor(gm, inputs, self._settings)
+        return compilers.compile_with_inductor(gm, inputs, self._settings)
 
 
 def inductor_settings(mode: str | None) -> dict[str, Any]:
@@ -80,7 +82,7 @@ def inductor_settings(mode: str | None) -> dict[str, Any]:
     Raises: ValueError for an unknown mode and for one that records CUDA graphs: a recorded step replays its
     kernels without the collectives and copies between them.
     """
-    modes = torch_compat.inductor_modes()
+    modes = compilers.inductor_modes()
     working = [name for name, settings in modes.items() if not settings.get(_CUDA_GRAPHS)]
     if mode is None or mode in working:
         return modes[mode] if mode else {}
@@ -141,7 +143,7 @@ def _content(constant: object) -> str | None:
         or constant.nbytes > _MAX_CONSTANT_BYTES
     ):
         return None
-    with torch_compat.without_modes():  # AOTAutograd's own mode takes only fake tensors
+    with without_modes():  # AOTAutograd compiles under a mode that takes only fake tensors
         values = constant.flatten().tolist()
     return f"{_described(constant)} {values}"
 

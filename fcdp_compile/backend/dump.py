@@ -15,7 +15,7 @@ from fcdp_compile.plan.json import to_json, write_plan
 from fcdp_compile.plan.recording import SUFFIX, Recording, write_recordings
 from fcdp_compile.plan.stages import SUFFIX as STAGES_SUFFIX
 from fcdp_compile.plan.stages import Stage, write_stages
-from fcdp_compile.torch_compat import trace_artifact
+from fcdp_compile.torch_compat.compilers import trace_artifact
 
 log = logging.getLogger(__name__)
 

@@ -13,23 +13,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fcdp_compile.devices.cuda import Cuda
-from fcdp_compile.devices.interface import Cpu, Device, Event, Stream, StreamDevice
-
-__all__ = [
-    "Cpu",
-    "Cuda",
-    "Device",
-    "Event",
-    "Stream",
-    "StreamDevice",
-    "are_on_stream",
-    "choose_device",
-    "current_device",
-    "device_of",
-    "is_capturing",
-    "register",
-]
+from fcdp_compile.devices.cuda import Cuda as Cuda
+from fcdp_compile.devices.interface import Cpu as Cpu
+from fcdp_compile.devices.interface import Device as Device
+from fcdp_compile.devices.interface import Event as Event
+from fcdp_compile.devices.interface import Stream as Stream
+from fcdp_compile.devices.interface import StreamDevice as StreamDevice
 
 _classes: dict[str, type[Device]] = {}
 """The classes by the kind of device; of the available ones the last one is used."""

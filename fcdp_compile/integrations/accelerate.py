@@ -42,7 +42,7 @@ from fcdp_compile.models.checkpointing.saving import save
 from fcdp_compile.models.parallel.context import context_parallel
 from fcdp_compile.models.parallel.tensor import is_cut, tensor_parallel
 from fcdp_compile.models.pretrained.exporting.export import save_pretrained
-from fcdp_compile.torch_compat import own_recompiles
+from fcdp_compile.torch_compat.compilers import own_recompiles
 
 _FOLDER = "fcdp"
 """The folder within a saved state that `fcdp_compile.save` writes."""

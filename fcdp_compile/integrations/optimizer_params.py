@@ -9,9 +9,8 @@ optimizer holds parameters that `shard` replaces:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -24,7 +23,8 @@ from fcdp_compile.errors import ArgumentError
 def sharded_within(optimizers: Sequence[Optimizer], *models: nn.Module) -> Iterator[None]:
     """Give the optimizers the sharded parameters of models that are sharded within the block.
 
-    Models that are sharded already are left alone.
+    Models that are sharded already are left alone.  Groups, their order and their options stay, and so do
+    parameters of other models.
 
     Raises: ArgumentError on entering, for an optimizer that has states of parameters to be replaced.
     """
@@ -42,20 +42,10 @@ def sharded_within(optimizers: Sequence[Optimizer], *models: nn.Module) -> Itera
     now = {root: dict(root.named_parameters()) for root in roots}
     sharded = {id(p): now[root].get(name) for root, name, p in before}
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        _hold_sharded(group, sharded)
-
-
-def _hold_sharded(group: dict[str, Any], sharded: Mapping[int, nn.Parameter | None]) -> None:
-    """Replace the parameters in an optimizer's group by the sharded ones.
-
-    The group, its order and its options stay, and so do parameters of other models.  A quantised weight
-    leaves the group: it is frozen, and `shard` has made several tensors of it.
-
-    sharded: by the ids of the parameters from before `shard`.
-    """
-    held = [(at, sharded.get(id(p), p)) for at, p in enumerate(group["params"])]
-    kept = [(at, p) for at, p in held if p is not None]
-    if "param_names" in group:
-        group["param_names"] = [group["param_names"][at] for at, _ in kept]
-    # In place, because some optimizers, such as LBFGS, keep the list.
-    group["params"][:] = [p for _, p in kept]
+        held = [(at, sharded.get(id(p), p)) for at, p in enumerate(group["params"])]
+        # A quantised weight leaves the group: it is frozen, and `shard` has made several tensors of it.
+        kept = [(at, p) for at, p in held if p is not None]
+        if "param_names" in group:
+            group["param_names"] = [group["param_names"][at] for at, _ in kept]
+        # In place, because some optimizers, such as LBFGS, keep the list.
+        group["params"][:] = [p for _, p in kept]

@@ -204,8 +204,7 @@ class TrainerCheckpoints(_Base):
         if len(set(seen)) > 1:
             raise CheckpointError(
                 f"rank {seen.index(False)} does not see {Path(checkpoint, FOLDER)}, but other ranks do; "
-                "resume "
-                "from a folder that all nodes share"
+                "resume from a folder that all nodes share"
             )
         return seen[0]
 

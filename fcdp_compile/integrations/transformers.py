@@ -40,7 +40,7 @@ from fcdp_compile.integrations.options import BACKEND, FcdpOptions
 from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.trainer_checkpoints import TrainerCheckpoints
 from fcdp_compile.tools.report import ExposedWait, explain, exposed_wait, first_of, traffic
-from fcdp_compile.torch_compat import graph_breaks
+from fcdp_compile.torch_compat.compilers import graph_breaks
 
 __all__ = ["FcdpMixin", "FcdpOptions", "Seq2SeqTrainer", "Trainer"]
 

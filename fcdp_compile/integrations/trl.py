@@ -25,14 +25,7 @@ from fcdp_compile.integrations.options import FcdpOptions
 from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.transformers import FcdpMixin
 
-__all__ = [
-    "DPOTrainer",
-    "FcdpOptions",
-    "GRPOTrainer",
-    "KTOTrainer",
-    "RewardTrainer",
-    "SFTTrainer",
-]
+__all__ = ["DPOTrainer", "FcdpOptions", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer"]
 
 if TYPE_CHECKING:
 

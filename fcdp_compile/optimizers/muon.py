@@ -130,7 +130,8 @@ class _Matrix:
             )
         buffer = self.state["momentum_buffer"]
         buffer.lerp_(grad, 1 - momentum)
-        return _rows(grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer)
+        found = grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
+        return found.present() if isinstance(found, HomeTensor) else found
 
     def apply(self, rows: Tensor) -> None:
         """Step the parameter by this rank's rows of the orthogonal matrix."""
@@ -190,10 +191,6 @@ def _act(matrices: Sequence[_Matrix]) -> str:
     names = [str(key_of(m.parameter)) for m in matrices]
     digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
     return f"steps {names[0].partition(':')[2]!r} and {len(names) - 1} more matrices with Muon ({digest})"
-
-
-def _rows(value: Tensor) -> Tensor:
-    return value.present() if isinstance(value, HomeTensor) else value
 
 
 def _step(

@@ -19,10 +19,10 @@ from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.optimizers.combine import Combined, loss_of
 from fcdp_compile.optimizers.states import (
     Bus,
-    KindsOfStates,
     StateBucket,
     StateKinds,
     StateMemory,
+    kinds_of_states,
     unhooked_step,
 )
 from fcdp_compile.optimizers.steps import DeviceSteps, HostSteps, stepping
@@ -111,7 +111,7 @@ class Offloaded(Combined):
         folder: Path | None,
         bucket_bytes: int,
     ) -> None:
-        if _offloaded.get(optimizer, _nothing)() is not None:
+        if any(known.inner is optimizer for known in _offloaded):
             raise ArgumentError(
                 f"this {type(optimizer).__name__} is offloaded already; use what the first call returned"
             )
@@ -139,7 +139,7 @@ class Offloaded(Combined):
         self._memory = StateMemory(f"the states of {type(optimizer).__name__}", model, folder)
         weakref.finalize(self, self._memory.end)
         self._plan(model)
-        _offloaded[optimizer] = weakref.ref(self)
+        _offloaded.add(self)
 
     @property
     def inner(self) -> Optimizer:
@@ -244,8 +244,8 @@ class Offloaded(Combined):
         """Make buckets for parameters that have none; all ranks must call it."""
         new = self._unplanned()
         name = type(self.inner).__name__
-        kinds_of = KindsOfStates(self.inner, self._steps.steps_at)
-        kinds = [self._steps.kept(kinds_of.of(p, group), p) for p, group in new]
+        found = kinds_of_states(self.inner, new, self._steps.steps_at)
+        kinds = [self._steps.kept(of_one, p) for (p, _), of_one in zip(new, found, strict=True)]
         facts = [f"{key_of(p)} {dict(k)}" for (p, _), k in zip(new, kinds, strict=True)]
         digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:8]
         how = f"{'host memory' if self._folder is None else 'files'}, {self._bucket_bytes} bytes a bucket"
@@ -285,14 +285,7 @@ class Offloaded(Combined):
         ]
 
 
-_offloaded: weakref.WeakKeyDictionary[Optimizer, Callable[[], Offloaded | None]] = (
-    weakref.WeakKeyDictionary()
-)
-"""What each optimizer became."""
-
-
-def _nothing() -> None:
-    return None
+_offloaded: weakref.WeakSet[Offloaded] = weakref.WeakSet()
 
 
 class _Given:

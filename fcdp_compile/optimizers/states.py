@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from fcdp_compile.runtime.collectives.counters import LOAD_STATES, STORE_STATES,
 from fcdp_compile.runtime.lanes.lanes import Lanes
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.torch_compat import copy_all
+from fcdp_compile.torch_compat.tensors import copy_all
 
 StateKinds = Mapping[str, torch.dtype]
 """The states of a parameter that have its shape: each state's name and dtype."""
@@ -49,68 +49,66 @@ def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
     return found
 
 
-class KindsOfStates:
-    """The states that one optimizer keeps, found once for each kind of parameter.
+def kinds_of_states(
+    optimizer: Optimizer,
+    parameters: Iterable[tuple[Tensor, dict[str, Any]]],
+    device: torch.device,
+) -> list[StateKinds]:
+    """The states that an optimizer keeps of each of these parameters; it tries a step for each kind.
 
-    device: where it steps.
+    parameters: with their groups.  device: where the optimizer steps.
+
+    Raises: ArgumentError if the optimizer cannot step some of its parameters at a time, or if its states are
+    no plain tensors.
     """
+    found: dict[Any, StateKinds] = {}
+    kinds = []
+    for p, group in parameters:
+        key = id(group), p.dim(), p.dtype
+        if key not in found:  # states of a scalar are a few bytes
+            found[key] = _tried(optimizer, p, group, device) if p.dim() else {}
+        kinds.append(found[key])
+    return kinds
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
-        self._optimizer = optimizer
-        self._device = device
-        self._found: dict[Any, StateKinds] = {}
 
-    def of(self, parameter: Tensor, group: dict[str, Any]) -> StateKinds:
-        """The states of a parameter of this group.
-
-        Raises: ArgumentError if the optimizer cannot step some of its parameters at a time, or if its states
-        are no plain tensors.
-        """
-        if not parameter.dim():
-            return {}  # a few bytes
-        key = id(group), parameter.dim(), parameter.dtype
-        if key not in self._found:
-            self._found[key] = self._tried(parameter, group)
-        return self._found[key]
-
-    def _tried(self, parameter: Tensor, group: dict[str, Any]) -> StateKinds:
-        name = type(self._optimizer).__name__
-        probe: Any = object.__new__(type(self._optimizer))
-        probe.__dict__.update(vars(self._optimizer))
-        shape = (1,) * (parameter.dim() - 2) + (
-            (_SIDE, _SIDE) if parameter.dim() > 1 else (_SIDE**2,)
+def _tried(
+    optimizer: Optimizer, parameter: Tensor, group: dict[str, Any], device: torch.device
+) -> StateKinds:
+    name = type(optimizer).__name__
+    probe: Any = object.__new__(type(optimizer))
+    probe.__dict__.update(vars(optimizer))
+    shape = (1,) * (parameter.dim() - 2) + ((_SIDE, _SIDE) if parameter.dim() > 1 else (_SIDE**2,))
+    small = torch.zeros(shape, dtype=parameter.dtype, device=device)
+    small.requires_grad_()
+    small.grad = torch.zeros_like(small)
+    alone = {**group, "params": [small]}
+    probe.param_groups = [alone]
+    probe.state = type(optimizer.state)(dict)
+    before = _public(probe), {**alone}
+    try:
+        unhooked_step(probe)(probe)
+    except Exception as error:  # an optimizer of any library may raise anything here
+        raise ArgumentError(
+            f"{name} cannot be offloaded: stepping one parameter without a closure raises "
+            f"{type(error).__name__} ({error}); step the model with it as it is"
+        ) from error
+    after = _public(probe), {**alone}
+    if [*probe.state] not in ([], [small]) or any(
+        b.keys() != a.keys() or any(b[k] is not a[k] for k in b)
+        for b, a in zip(before, after, strict=True)
+    ):
+        raise ArgumentError(
+            f"{name} cannot be offloaded: its step changes more than its parameters and their states, "
+            "and offload steps some parameters at a time; step the model with it as it is"
         )
-        small = torch.zeros(shape, dtype=parameter.dtype, device=self._device)
-        small.requires_grad_()
-        small.grad = torch.zeros_like(small)
-        alone = {**group, "params": [small]}
-        probe.param_groups = [alone]
-        probe.state = type(self._optimizer.state)(dict)
-        before = _public(probe), {**alone}
-        try:
-            unhooked_step(probe)(probe)
-        except Exception as error:  # an optimizer of any library may raise anything here
-            raise ArgumentError(
-                f"{name} cannot be offloaded: stepping one parameter without a closure raises "
-                f"{type(error).__name__} ({error}); step the model with it as it is"
-            ) from error
-        after = _public(probe), {**alone}
-        if [*probe.state] not in ([], [small]) or any(
-            b.keys() != a.keys() or any(b[k] is not a[k] for k in b)
-            for b, a in zip(before, after, strict=True)
-        ):
-            raise ArgumentError(
-                f"{name} cannot be offloaded: its step changes more than its parameters and their states, "
-                "and offload steps some parameters at a time; step the model with it as it is"
-            )
-        states = probe.state.get(small, {})
-        alike = {k: v for k, v in states.items() if is_like(v, small)}
-        if strange := next((type(v).__name__ for v in alike.values() if type(v) is not Tensor), ""):
-            raise ArgumentError(
-                f"{name} cannot be offloaded: its states are of class {strange}, and offload moves plain "
-                "tensors; step the model with it as it is"
-            )
-        return {k: v.dtype for k, v in alike.items()}
+    states = probe.state.get(small, {})
+    alike = {k: v for k, v in states.items() if is_like(v, small)}
+    if strange := next((type(v).__name__ for v in alike.values() if type(v) is not Tensor), ""):
+        raise ArgumentError(
+            f"{name} cannot be offloaded: its states are of class {strange}, and offload moves plain "
+            "tensors; step the model with it as it is"
+        )
+    return {k: v.dtype for k, v in alike.items()}
 
 
 def is_like(state: object, parameter: Tensor) -> bool:
@@ -243,8 +241,7 @@ class StateBucket:
         if not isinstance(value, DTensor) or value.device.type == self._device.type:
             return value
         there = torch.empty(state.place.shape, dtype=value.dtype, device=self._device)
-        made: Tensor = HomeTensor.on_home(there, value._spec)
-        return made
+        return HomeTensor.on_home(there, value._spec)
 
     def load(self, states: States, bus: Bus) -> Pending | None:
         """Start to copy the states to the device; None if there are none yet."""

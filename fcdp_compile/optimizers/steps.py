@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from fcdp_compile.core.params.home_tensor import HomeTensor
-from fcdp_compile.core.params.seals.fingerprint import fingerprints
+from fcdp_compile.core.params.seals import fingerprints
 from fcdp_compile.devices import Device
 from fcdp_compile.optimizers.states import (
     Bus,
@@ -161,8 +161,6 @@ class HostSteps:
 
     def kept(self, kinds: StateKinds, parameter: Tensor) -> StateKinds:
         """What waits on the host for a parameter with these states."""
-        if not parameter.dim():
-            return {_PARAMETER: parameter.dtype, _GRADIENT: parameter.dtype}
         return {**kinds, _PARAMETER: parameter.dtype, _GRADIENT: parameter.dtype}
 
     def settle(self) -> None:
@@ -273,7 +271,7 @@ class HostSteps:
 
 def _present(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without autograd."""
-    return held_by(tensor.detach() if not isinstance(tensor, DTensor) else tensor).detach()
+    return held_by(tensor).detach()
 
 
 def _like(parameter: Tensor, held: Tensor | None) -> Tensor:
@@ -282,8 +280,7 @@ def _like(parameter: Tensor, held: Tensor | None) -> Tensor:
         held = torch.empty_like(part_of(parameter), device="cpu").detach()
     if not isinstance(parameter, DTensor):
         return held.detach()
-    made: Tensor = HomeTensor.on_home(held, parameter._spec)
-    return made
+    return HomeTensor.on_home(held, parameter._spec)
 
 
 def _bring(states: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from fcdp_compile.runtime.collectives.counters import (
     STORE_STATES,
     Counters,
 )
-from fcdp_compile.torch_compat import graph_break_places, graph_breaks
+from fcdp_compile.torch_compat.compilers import graph_break_places, graph_breaks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from fcdp_compile import ops
 from fcdp_compile.passes.graph.context import META, StepMeta
 from fcdp_compile.plan import Lane
 from fcdp_compile.plan.lane_clocks import Clock, LaneClocks
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat.tensors import storage_id
 
 Bytes: TypeAlias = int | sympy.Expr
 

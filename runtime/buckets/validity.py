@@ -20,8 +20,7 @@ from torch import Tensor
 
 from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.core.params.home_tensor import HomeTensor
-from fcdp_compile.core.params.seals.fingerprint import fingerprints
-from fcdp_compile.core.params.seals.seal import Seal, seal
+from fcdp_compile.core.params.seals import Seal, fingerprints, seal
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.agreement import About, any_rank
 from fcdp_compile.runtime.collectives.collectives import Collectives
@@ -154,7 +153,7 @@ def read(values: Tensor) -> list[Any]:
 
 
 class Seals:
-    """The seals that a model has put on its parameters, by key (`seal`, [Note: seals])."""
+    """The seals that a model has put on its parameters, by key (`seals`, [Note: seals])."""
 
     def __init__(self) -> None:
         self._own: dict[str, Seal] = {}

@@ -20,7 +20,7 @@ from fcdp_compile.plan import Bucket, Kind
 from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.lanes import Lanes, range_name, tensor_of
 from fcdp_compile.runtime.lanes.tasks import Done, Pending
-from fcdp_compile.torch_compat import copy_all
+from fcdp_compile.torch_compat.tensors import copy_all
 
 
 class HomeTransfers:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fcdp_compile.core.params.packing import pack_home
 from fcdp_compile.core.params.registry import ParamSpec
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.params.seals import fingerprint
 from fcdp_compile.core.params.spec import Home
 from fcdp_compile.plan import Bucket
 from fcdp_compile.runtime.collectives.collectives import Collectives

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
-from fcdp_compile.core.ranks.differences import first_other
+from fcdp_compile.core.params.seals import fingerprint
+from fcdp_compile.core.ranks.messages import first_other
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.plan.diff import diff
 from fcdp_compile.plan.json import from_json

@@ -28,7 +28,7 @@ import torch
 from fcdp_compile.devices import Device, StreamDevice
 from fcdp_compile.devices import Event as StreamEvent
 from fcdp_compile.runtime.lanes.tasks import Begun, Done, Run
-from fcdp_compile.torch_compat import name_thread
+from fcdp_compile.torch_compat.autograd import name_thread
 
 _BEGUN = 1
 """How many begun tasks may wait behind the task that is being finished; the next one blocks its lane."""

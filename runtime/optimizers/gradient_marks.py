@@ -8,8 +8,8 @@ of positive zeros alone is made negative zeros before anybody can read it, which
 the gradients that wait for that parameter are forgotten.  A `.grad` that differs in any other way cannot be
 repaired and is refused.  Ranks tell each other what they see: a rank with an empty shard sees nothing.
 
-Gradients are sealed (`seal`, [Note: seals]).  Only the values of gradients that others could reach are looked
-at, all of them in a few kernels, and only then does the Python thread wait for the device.
+Gradients are sealed (`seals`, [Note: seals]).  Only the values of gradients that others could reach are
+looked at, all of them in a few kernels, and only then does the Python thread wait for the device.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.core.params.home_tensor import HomeTensor
-from fcdp_compile.core.params.seals.fingerprint import fingerprints, fingerprints_of_zeros
-from fcdp_compile.core.params.seals.seal import Seal, seal
+from fcdp_compile.core.params.seals import Seal, fingerprints, fingerprints_of_zeros, seal
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.runtime.buckets.validity import read
 from fcdp_compile.runtime.collectives.agreement import Question

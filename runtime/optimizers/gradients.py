@@ -32,7 +32,7 @@ from fcdp_compile.runtime.lanes.lanes import range_name, tensor_of
 from fcdp_compile.runtime.lanes.tasks import Pending, passed_on
 from fcdp_compile.runtime.optimizers.gradient_marks import Grad, GradientMarks
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.torch_compat import at_end_of_backward
+from fcdp_compile.torch_compat.autograd import at_end_of_backward
 
 _Params = tuple[str, ...]
 """Names of parameters that one graph reduces together: some or all of a bucket's, in its order."""

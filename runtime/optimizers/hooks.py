@@ -45,7 +45,7 @@ from torch.optim.optimizer import (
 from fcdp_compile.core.params.home_shard import REPLACED, HomeShard
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.mesh import Topology
-from fcdp_compile.core.params.seals.seal import refuse_capture
+from fcdp_compile.core.params.seals import refuse_capture
 from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError, UnsynchronizedGradientError
 from fcdp_compile.runtime.buckets.transport import Transport
@@ -324,13 +324,12 @@ class OptimizerLoads:
             optimizer.state[parameter][key] = _home_tensor(part, parameter, parameter)
 
 
-def _home_tensor(local: Tensor, like: DTensor, parameter: HomeShard) -> HomeTensor:
+def _home_tensor(local: Tensor, like: DTensor, parameter: HomeShard) -> DTensor:
     mesh, shape, stride = parameter.device_mesh, like.shape, like.stride()
     made = DTensor.from_local(
         local, mesh, like.placements, run_check=False, shape=shape, stride=stride
     )
-    adopted: HomeTensor = HomeTensor.adopt(made)
-    return adopted
+    return HomeTensor.adopt(made)
 
 
 def _states(optimizer: Optimizer) -> list[tuple[int, HomeShard, dict[str, Any]]]:

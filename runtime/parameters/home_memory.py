@@ -44,7 +44,7 @@ def empty_home(spec: ParamSpec, device: Device) -> Tensor:
     """Memory on the host for a home shard; its values are undefined.
 
     No slab of a PinnedPool: seals need storages that tell whether numpy has seen them
-    (`core.params.seals.seal`).
+    (`core.params.seals`).
     """
     return device.pinned_like(torch.empty(spec.local_shape, dtype=spec.home_dtype, device="meta"))
 

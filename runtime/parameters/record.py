@@ -13,7 +13,7 @@ from fcdp_compile.core.params.home_shard import HomeShard, check_cut, placements
 from fcdp_compile.core.params.registry import ParamSpec, check_shard
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Bucket
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat.tensors import storage_id
 
 
 class ParamRecord:

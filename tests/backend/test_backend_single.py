@@ -20,13 +20,13 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 import fcdp_compile
-from fcdp_compile import torch_compat
 from fcdp_compile.passes.pipeline import PASSES
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Direction
 from fcdp_compile.plan.json import read_plan
 from fcdp_compile.plan.recording import read_recordings, timelines
 from fcdp_compile.plan.stages import read_stages
+from fcdp_compile.torch_compat import compilers
 from tests.distributed.layered import Model
 from tests.marks import quick
 
@@ -278,8 +278,8 @@ def test_modes_reach_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append((settings, inductor_config.max_autotune))
         return real(gm, inputs, settings)
 
-    real = torch_compat.compile_with_inductor
-    monkeypatch.setattr(torch_compat, "compile_with_inductor", spy)
+    real = compilers.compile_with_inductor
+    monkeypatch.setattr(compilers, "compile_with_inductor", spy)
     torch._dynamo.reset()
     assert compile_with(mode="max-autotune-no-cudagraphs").shape == (1, 2)
     assert seen

@@ -18,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder, aten
-from fcdp_compile import torch_compat
 from fcdp_compile.backend import compute as compute_module
 from fcdp_compile.backend.compute import Compute, inductor_settings
 from fcdp_compile.ops import REQUIRE_GRAD
+from fcdp_compile.torch_compat import compilers
 
 
 def scaled(
@@ -151,7 +151,7 @@ def test_inductor_compiles_equal_ones_once_too(monkeypatch: pytest.MonkeyPatch) 
         assert settings == {"max_autotune": True, "triton.cudagraphs": False}
         return gm.forward
 
-    monkeypatch.setattr(torch_compat, "compile_with_inductor", fake)
+    monkeypatch.setattr(compilers, "compile_with_inductor", fake)
     compute = Compute("inductor", {"max_autotune": True})
     for gm in (scaled(), scaled(), scaled((4,))):
         compute.compile(gm)
@@ -167,7 +167,7 @@ def test_no_segment_is_recorded_as_a_cuda_graph(monkeypatch: pytest.MonkeyPatch)
         seen.append(inductor_config.triton.cudagraphs)
         return gm.forward
 
-    monkeypatch.setattr(torch_compat.compilers, "compile_fx_inner", fake)
+    monkeypatch.setattr(compilers, "compile_fx_inner", fake)
     with inductor_config.patch({"triton.cudagraphs": True}):  # as by TORCHINDUCTOR_CUDAGRAPHS=1
         compute = Compute("inductor", inductor_settings("max-autotune-no-cudagraphs"))
         compute.compile(scaled())
@@ -180,7 +180,7 @@ def test_no_matrix_product_is_padded_by_what_one_rank_measures(
 ) -> None:
     seen = []
     monkeypatch.setattr(
-        torch_compat.compilers,
+        compilers,
         "inductor_joint_graph_passes",
         lambda joint: seen.append(inductor_config.shape_padding),
     )

@@ -32,13 +32,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.torch_compat import (
-    DispatchMode,
-    OpOverload,
-    is_wrapper_subclass,
-    storage_id,
-    tree_leaves,
-)
+from fcdp_compile.torch_compat import DispatchMode, OpOverload, is_wrapper_subclass, tree_leaves
+from fcdp_compile.torch_compat.tensors import storage_id
 from tests.device.clocks import Access, CheckedMemory, Clock, Clocks, Party
 
 _UNWRITTEN = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
-from fcdp_compile.core.params.seals.fingerprint import fingerprints
+from fcdp_compile.core.params.seals import fingerprints
 from tests.distributed.ranks import run
 from tests.distributed.test_checkpoint import shared_folder
 

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
-from fcdp_compile.torch_compat import DispatchMode, FakeTensor, storage_id
+from fcdp_compile.torch_compat import DispatchMode, FakeTensor
+from fcdp_compile.torch_compat.tensors import storage_id
 from tests.distributed.beside import whole
 from tests.distributed.models import Odd, llama
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile import FcdpError, PlanMismatchError, UnsynchronizedGradientError
-from fcdp_compile.torch_compat import why_no_inductor
+from fcdp_compile.torch_compat.compilers import why_no_inductor
 from tests.device.choice import seeded
 from tests.distributed.beside import Beside, assert_close, sgd
 from tests.distributed.models import CASES, batch

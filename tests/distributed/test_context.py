@@ -28,7 +28,7 @@ import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.integrations.generation import generate_together
-from fcdp_compile.models.parallel.ulysses import repeats_of
+from fcdp_compile.models.parallel.context import repeats_of
 from tests.device.choice import seeded
 from tests.distributed.parity import values
 from tests.distributed.ranks import run

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import fcdp_compile
 from fcdp_compile import devices
 from fcdp_compile.core.params.home_shard import HomeShard
-from fcdp_compile.core.params.seals.seal import seal
+from fcdp_compile.core.params.seals import seal
 from tests.distributed.beside import Beside, named
 from tests.distributed.jobs import WORKS, Job, Verdicts, asked, run_jobs
 from tests.distributed.models import CASES
@@ -199,14 +199,14 @@ def _older_views(mesh: DeviceMesh) -> None:
 def _within_a_call(mesh: DeviceMesh) -> None:
     parameter = _model(mesh)
     seal([parameter])
-    assert parameter._calls is not None
+    assert parameter._gate is not None
     assert parameter.seal is not None
-    parameter._calls.inside = True
+    parameter._gate.is_called = True
     local = parameter._local_tensor
     assert parameter.seal.is_intact(parameter.held), "Dynamo's guards look"
     with torch.no_grad():
         local.mul_(2.0)
-    parameter._calls.inside = False
+    parameter._gate.is_called = False
     assert not parameter.seal.is_intact(parameter.held)
 
 

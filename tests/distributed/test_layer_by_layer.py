@@ -21,7 +21,7 @@ import fcdp_compile
 from fcdp_compile.core.params.late import LateTensor
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.runtime.seams import Seams
-from fcdp_compile.torch_compat import calls_dispatch_of_subclasses
+from fcdp_compile.torch_compat.distributed import calls_dispatch_of_subclasses
 from tests.device.choice import seeded
 from tests.distributed.beside import Beside, assert_close, sgd
 from tests.distributed.layered import VOCABULARY, Model

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fcdp_compile
 from fcdp_compile.core.params.mesh import new_control_group, topology_of
-from fcdp_compile.core.ranks.process_groups import timeout_like
-from fcdp_compile.torch_compat import gloo_timeout
+from fcdp_compile.core.ranks import process_groups
+from fcdp_compile.torch_compat.distributed import gloo_timeout
 from tests.distributed.ranks import kill, start
 
 pytestmark = pytest.mark.distributed
@@ -277,8 +277,13 @@ def test_the_timeout_of_new_groups(
     gloo: timedelta | None,
     nccl: timedelta | None,
     expected: timedelta | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert timeout_like(given, gloo=gloo, nccl=nccl, nccl_default=_NCCLS) == expected
+    monkeypatch.setattr(process_groups, "world", lambda: None)
+    monkeypatch.setattr(process_groups, "gloo_timeout", lambda group: gloo)
+    monkeypatch.setattr(process_groups, "nccl_timeout", lambda group: nccl)
+    monkeypatch.setattr(process_groups, "default_pg_nccl_timeout", _NCCLS)
+    assert process_groups.timeout_of_new_groups(given) == expected
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.plan import Kind, Variant
-from fcdp_compile.torch_compat import NodeShard, calls_dispatch_of_subclasses
+from fcdp_compile.torch_compat.distributed import calls_dispatch_of_subclasses
+from fcdp_compile.torch_compat.placements import NodeShard
 from tests.distributed.ranks import run
 
 pytestmark = [

@@ -96,9 +96,9 @@ def _between(mesh: DeviceMesh) -> None:
 
 def _take_apart(pair: Beside) -> None:
     """As AOTAutograd does with torch 2.11 in every call, and a compiler before it reads storages."""
-    (calls,) = {p._calls for p in frozen_of(pair.model).values()}
-    assert calls is not None
-    for calls.inside in (True, False):
+    (gate,) = {p._gate for p in frozen_of(pair.model).values()}
+    assert gate is not None
+    for gate.is_called in (True, False):
         assert not there(pair.model)
         for parameter in frozen_of(pair.model).values():
             parameter.__tensor_flatten__()

@@ -20,7 +20,8 @@ import fcdp_compile
 from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.models.pretrained.exporting import export
-from fcdp_compile.torch_compat import DispatchMode, storage_id, tree_leaves
+from fcdp_compile.torch_compat import DispatchMode, tree_leaves
+from fcdp_compile.torch_compat.tensors import storage_id
 from tests.distributed.beside import whole
 from tests.distributed.exports import (
     ADAPTED,

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 import fcdp_compile.backend.compute
-from fcdp_compile import torch_compat
+from fcdp_compile.torch_compat import compilers
+from fcdp_compile.torch_compat.graphs import boxed
 from tests.distributed.layered import Model
 from tests.distributed.parity import fresh
 from tests.distributed.ranks import run
@@ -24,19 +25,19 @@ def _count(
     compiled: list[int] = []
     asked: list[int] = []
     compile_segment, of_any = (
-        torch_compat.compile_with_inductor,
+        compilers.compile_with_inductor,
         fcdp_compile.backend.compute.Compute.compile,
     )
 
     def instead(gm: Any, inputs: Any, settings: Any) -> Any:
         compiled.append(len(gm.graph.nodes))
-        return torch_compat.boxed(gm)  # the count is enough: skip Inductor
+        return boxed(gm)  # the count is enough: skip Inductor
 
     def counted(self: Any, gm: Any) -> Any:
         asked.append(1)
         return of_any(self, gm)
 
-    torch_compat.compile_with_inductor = instead
+    compilers.compile_with_inductor = instead
     fcdp_compile.backend.compute.Compute.compile = counted  # type: ignore[method-assign]
     try:
         model = Model(layers, dropout)
@@ -47,7 +48,7 @@ def _count(
         net = torch.compile(model, backend="fcdp", fullgraph=True, options=options)
         net(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
     finally:
-        torch_compat.compile_with_inductor = compile_segment
+        compilers.compile_with_inductor = compile_segment
         fcdp_compile.backend.compute.Compute.compile = of_any  # type: ignore[method-assign]
     return len(compiled), len(asked)
 

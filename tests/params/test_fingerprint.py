@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fcdp_compile.core.params.seals.fingerprint import (
+from fcdp_compile.core.params.seals import (
     fingerprint,
     fingerprints,
     fingerprints_of_zeros,
@@ -172,7 +172,7 @@ def test_groups_have_the_hashes_that_each_has_by_itself() -> None:
 def test_large_groups_are_hashed_beside_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.randn(n) for n in (600, 5000, 3, 700, 9000, 0)]
     expected = [of(t) for t in tensors]
-    monkeypatch.setattr("fcdp_compile.core.params.seals.fingerprint._TOGETHER_BYTES", 8192)
+    monkeypatch.setattr("fcdp_compile.core.params.seals._TOGETHER_BYTES", 8192)
     assert fingerprints([[t] for t in tensors]).tolist() == expected
 
 

@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from builders_plan import ranks, shapes
-from fcdp_compile import torch_compat
 from fcdp_compile.core.params.layout import ParamLayout
 from fcdp_compile.core.params.packing import pack_grads, pack_home, unpack_full, unpack_grads
+from fcdp_compile.torch_compat import compilers
 from tests.passes.lockstep import cut
 
 dtypes = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int8])
@@ -186,6 +186,6 @@ def test_sums_over_a_few_gathered_elements_compile(device: str) -> None:
     values = (torch.randn(elements, device=device), torch.randn(4, 7, device=device))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = [mode.from_tensor(v) for v in values]
-        gm = make_fx(weighted, torch_compat.inductor_decompositions())(*fakes)
-    (found,) = torch_compat.compile_with_inductor(gm, fakes, {})(list(values))
+        gm = make_fx(weighted, compilers.inductor_decompositions())(*fakes)
+    (found,) = compilers.compile_with_inductor(gm, fakes, {})(list(values))
     assert torch.allclose(found, weighted(*values)[0], rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ from torch.fx import GraphModule
 
 from builders_graph import GraphBuilder
 from fcdp_compile.passes.graph.inline import Decompositions, inline
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat.tensors import storage_id
 
 aten = torch.ops.aten
 

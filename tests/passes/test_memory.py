@@ -18,7 +18,7 @@ from fcdp_compile import ops
 from fcdp_compile.passes.graph.work import accessed_bytes_of
 from fcdp_compile.passes.memory.curve import Alive, Lifetimes, hints_of, storages
 from fcdp_compile.plan import Lane
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat.tensors import storage_id
 
 WHERE = Where()
 NONE: frozenset[int] = frozenset()

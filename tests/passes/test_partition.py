@@ -23,11 +23,8 @@ from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.partition import check_saved, partition
-from fcdp_compile.torch_compat import (
-    aot_autograd,
-    is_opaque,
-    min_cut_rematerialization_partition,
-)
+from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
+from fcdp_compile.torch_compat.graphs import is_opaque
 
 ALONE = Where(nodes=1, ranks_per_node=1)
 Function = Callable[..., Tensor]

@@ -13,7 +13,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.models.quantised.weight import QuantisedWeight
 from fcdp_compile.tools.planner.source import ModelOptions, find_source
 from fcdp_compile.tools.planner.traced import trace
-from fcdp_compile.torch_compat import tracing_mode
+from fcdp_compile.torch_compat.graphs import tracing_mode
 
 pytest.importorskip("transformers", reason="configurations need transformers")
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 import fcdp_compile
 from fcdp_compile.errors import ArgumentError, UnshardedParameterError
 from fcdp_compile.models.pretrained.load import quantised_in_pieces
-from fcdp_compile.models.quantised.formats import take_apart
-from fcdp_compile.models.quantised.weight import QuantisedWeight, unfolded
+from fcdp_compile.models.quantised.weight import QuantisedWeight, take_apart, unfolded
 from tests.device.choice import seeded
 from tests.marks import quick
 from tests.quantised.layers import LAYERS, WIDTH, adapted, four_bit, loss_of

@@ -26,7 +26,7 @@ from fcdp_compile.runtime.lanes.marks import Exposure
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.program import Program
 from fcdp_compile.strategy import Cache, Strategy
-from fcdp_compile.torch_compat import boxed
+from fcdp_compile.torch_compat.graphs import boxed
 from tests.passes.lockstep import cut
 
 

@@ -18,7 +18,7 @@ from fcdp_compile.core.params.late import Awaited, LateTensor
 from fcdp_compile.devices import Cpu
 from fcdp_compile.plan import Direction, Kind
 from fcdp_compile.runtime.drains import Drains
-from fcdp_compile.torch_compat import MemoryLayout
+from fcdp_compile.torch_compat.tensors import MemoryLayout
 from tests.runtime.fake_model import fake_model, program, same_on_all_ranks
 
 X, T = torch.tensor(3.0), torch.tensor(2.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.plan import Tier
-from fcdp_compile.torch_compat import backward_number
+from fcdp_compile.torch_compat.autograd import backward_number
 from tests.runtime.accumulating_rank import HELD_BYTES, NAMES, SLOTS, GradientsOf, Rank
 
 both = pytest.mark.parametrize("tier", [Tier.GPU, Tier.HOST])

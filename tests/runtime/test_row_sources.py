@@ -12,7 +12,7 @@ from torch import Tensor
 from builders_plan import make_bucket
 from fcdp_compile.core.params.packing import pack_home
 from fcdp_compile.core.params.registry import ParamSpec
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
+from fcdp_compile.core.params.seals import fingerprint
 from fcdp_compile.core.params.spec import Home, param_spec
 from fcdp_compile.runtime.cache.row_sources import RowSources
 from fcdp_compile.strategy import Strategy

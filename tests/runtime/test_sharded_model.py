@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.runtime.collectives.collectives import Collectives, Telling
-from fcdp_compile.torch_compat import calls_dispatch_of_subclasses
+from fcdp_compile.torch_compat.distributed import calls_dispatch_of_subclasses
 from tests.streams.programs import four_ranks
 
 

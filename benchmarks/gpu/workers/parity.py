@@ -32,7 +32,7 @@ from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.devices import device_of
 from fcdp_compile.plan import Direction, Variant
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.torch_compat import eager_random
+from fcdp_compile.torch_compat.compilers import eager_random
 
 NODES = 2
 SHAPE = Shape(layers=3, width=128, vocabulary=199, batch=2, length=32)

@@ -31,7 +31,7 @@ from fcdp_compile.backend import fcdp
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.devices import StreamDevice, device_of
 from fcdp_compile.plan import Kind
-from fcdp_compile.torch_compat import Sanitizer, cuda_sanitizer
+from fcdp_compile.torch_compat.tensors import Sanitizer, cuda_sanitizer
 from tests.device.checked import check_streams
 
 _WARM_UP, _STEPS = 2, 3

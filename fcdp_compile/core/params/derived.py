@@ -22,12 +22,9 @@ from fcdp_compile.core.params.home_tensor import HomeTensor, as_home_tensor
 from fcdp_compile.core.params.whole_ops import is_plain
 from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.torch_compat import (
-    skip_frames_below,
-    tree_leaves,
-    tree_map_only,
-    without_torch_function,
-)
+from fcdp_compile.torch_compat import tree_leaves, tree_map_only
+from fcdp_compile.torch_compat.autograd import without_torch_function
+from fcdp_compile.torch_compat.compilers import skip_frames_below
 
 
 class Sharded(HomeTensor):
@@ -90,15 +87,6 @@ class Derived(Sharded):
     def data(self, other: Tensor) -> None:
         # DTensor accepts `d.data = other`, but keeps its old values.
         self.detach().copy_(other)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
-    ) -> Derived:
-        # For the same reason as HomeShard's.
-        return _made(
-            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        )
 
 
 class _Whole(Function):
@@ -203,7 +191,7 @@ def _derived(func: Any, result: Any, args: Any) -> Any:
         return _made(result)  # also while compiling: AOTAutograd insists on the class of its inputs
     if func in _INDEPENDENT or func._schema.is_mutable or torch.compiler.is_compiling():
         return result
-    return tree_map_only(HomeTensor, _made_of, result)
+    return tree_map_only(HomeTensor, lambda t: _made(t) if type(t) is HomeTensor else t, result)
 
 
 _aten = torch.ops.aten
@@ -225,10 +213,6 @@ _INDEPENDENT = (
     _aten.new_full.default,
 )
 """Operations whose results stay DTensors, such as an optimizer's states."""
-
-
-def _made_of(value: HomeTensor) -> HomeTensor:
-    return _made(value) if type(value) is HomeTensor else value
 
 
 def _made(dtensor: DTensor) -> Derived:

@@ -9,16 +9,8 @@ import torch
 from torch import Tensor
 
 from fcdp_compile.core.params.registry import lost_write
-from fcdp_compile.torch_compat import is_in_transform, skip_frame
-
-
-class Calls:
-    """Whether a model is being called, compiled or not; shared by all its shards."""
-
-    __slots__ = ("inside",)
-
-    def __init__(self) -> None:
-        self.inside = False
+from fcdp_compile.torch_compat.autograd import is_in_transform
+from fcdp_compile.torch_compat.compilers import skip_frame
 
 
 class Read(NamedTuple):
@@ -40,15 +32,16 @@ class Read(NamedTuple):
 
 
 class Gate:
-    """Whether a forward of any module of the model is running; shared by all its modules.
+    """Whether a forward of any module of the model is running; shared by all its modules and shards.
 
-    calls: whether the model itself is being called, which begins before Dynamo checks its guards.
+    is_called: whether the model itself is being called, compiled or not, which begins before Dynamo checks
+    its guards.
     anchor: requires a gradient, and never gets one.  reads: what the forward that Python runs has gathered.
     """
 
     def __init__(self) -> None:
         self.inside = False
-        self.calls = Calls()
+        self.is_called = False
         self.anchor = torch.zeros((), device="cpu", requires_grad=True)
         self.reads: list[Read] | None = None
 

@@ -22,7 +22,8 @@ from fcdp_compile.core.params.layout import chunk_rows, rows_of_part
 from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.core.ranks.lost_ranks import naming_lost_ranks
 from fcdp_compile.devices import are_on_stream
-from fcdp_compile.torch_compat import NodeShard, dtensor_of, matrices_in
+from fcdp_compile.torch_compat.distributed import dtensor_of
+from fcdp_compile.torch_compat.placements import NodeShard, matrices_in
 
 
 def everywhere(mesh: DeviceMesh) -> list[Placement]:

@@ -9,7 +9,7 @@ again: ops (`__torch_dispatch__`), `to_local` and similar methods, `.data`, the 
 
 One reader must not bring anything back: Dynamo's guards read `_local_tensor` before every call of a compiled
 model, and AOTAutograd takes the shard apart (`__tensor_flatten__`) and passes the tensor on to our graph,
-which does not read it.  So while the model is being called (`Calls.inside`) and nothing is being compiled,
+which does not read it.  So while the model is being called (`Gate.is_called`) and nothing is being compiled,
 both return the tensor as it is, and a graph of ours that does read a shard asks for it with
 `bring_back_inputs`.
 
@@ -30,22 +30,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fcdp_compile.core.params.derived import Sharded, local_of
-from fcdp_compile.core.params.gate import Calls
+from fcdp_compile.core.params.gate import Gate
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.whole_ops import is_plain
 from fcdp_compile.core.ranks.inner_mesh import INTER, INTRA, TP
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.strategy import Scope
-from fcdp_compile.torch_compat import (
-    NodeShard,
-    dtensor_of,
-    is_tracing,
-    one_run_only,
-    storage_id,
-    storage_uses,
-    without_modes,
-)
+from fcdp_compile.torch_compat.autograd import without_modes
+from fcdp_compile.torch_compat.compilers import is_tracing
+from fcdp_compile.torch_compat.distributed import dtensor_of
+from fcdp_compile.torch_compat.placements import NodeShard, one_run_only
+from fcdp_compile.torch_compat.tensors import storage_id, storage_uses
 
 KEY = "_fcdp_key"
 """The attribute of a sharded parameter that `key_of` reads."""
@@ -86,8 +82,8 @@ class HomeShard(Sharded):
     true of `p.copy_(other)`.
     """
 
-    # The calls of the shard's model; None for gradients and for tensors made in tracing.
-    _calls: Calls | None = None
+    # The gate of the shard's model; None for gradients and for tensors made in tracing.
+    _gate: Gate | None = None
     # The key of the shard's parameter (`key_of`); None as above.
     _fcdp_key: str | None = None
     # Set while the shard is released.
@@ -102,13 +98,13 @@ class HomeShard(Sharded):
         mesh: DeviceMesh,
         *,
         requires_grad: bool,
-        calls: Calls | None = None,
+        gate: Gate | None = None,
         key: str | None = None,
     ) -> HomeShard:
         """Wrap this rank's local shard as an `nn.Parameter` of the full shape."""
         shard = HomeShard._like(as_dtensor(local, spec, mesh))
         shard.requires_grad_(requires_grad)
-        shard._calls = calls
+        shard._gate = gate
         shard._fcdp_key = key
         return shard
 
@@ -124,14 +120,9 @@ class HomeShard(Sharded):
         shard._is_param = True
         return shard
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
-    ) -> HomeShard:
-        # AOTAutograd rebuilds its inputs through this and then insists on the very class it was given.
-        return HomeShard._like(
-            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        )
+    @classmethod
+    def __tensor_unflatten__(cls, *parts: Any) -> HomeShard:
+        return HomeShard._like(DTensor.__tensor_unflatten__(*parts))
 
     @property
     def data(self) -> Tensor:
@@ -261,11 +252,11 @@ class HomeShard(Sharded):
         counts as another user of the memory ([Note: released shards]).  While the model is being called,
         only guards read the attribute, and get the tensor as it is.
         """
-        if self._calls is not None and self._calls.inside:
+        if self._gate is not None and self._gate.is_called:
             return self.held
         self.expose()
         held = self.held
-        if self._calls is None:
+        if self._gate is None:
             return held
         with without_modes():
             _SLOT.__set__(self, held.detach())
@@ -291,14 +282,14 @@ class HomeShard(Sharded):
 
     def to_local(self, **options: Any) -> Tensor:
         """Like DTensor's; within a call of the model, the result is for reading alone."""
-        if self._calls is None or not self._calls.inside:
+        if self._gate is None or not self._gate.is_called:
             self.expose()
         return local_of(self, **options)
 
     def __tensor_flatten__(self) -> Any:
         # A compiler is about to read the storage.  With torch 2.11 AOTAutograd also takes inputs apart in
         # every call, for graphs of ours, which do not read it.
-        if is_tracing() or self._calls is None or not self._calls.inside:
+        if is_tracing() or self._gate is None or not self._gate.is_called:
             self.bring_back()
         return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
 

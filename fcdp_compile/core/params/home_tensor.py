@@ -26,7 +26,7 @@ An op on sharded tensors runs in the first of these ways that applies:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ from fcdp_compile.core.params.local_ops import (
     mapped,
     run_locally,
 )
-from fcdp_compile.core.params.seals.seal import Seal
+from fcdp_compile.core.params.seals import Seal
 from fcdp_compile.core.params.whole_ops import (
     draws,
     meets_plain,
@@ -72,22 +72,24 @@ from fcdp_compile.core.params.whole_ops import (
 )
 from fcdp_compile.core.ranks.inner_mesh import all_ranks_of
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.torch_compat import (
+from fcdp_compile.torch_compat import tree_map_only
+from fcdp_compile.torch_compat.autograd import without_torch_function
+from fcdp_compile.torch_compat.compilers import skip_frames_below
+from fcdp_compile.torch_compat.distributed import (
     has_rule,
     reshape_wrapper,
-    skip_frames_below,
-    storage_id,
     takes_plain_tensors,
-    tree_map_only,
     wanted_placements,
-    without_torch_function,
 )
+from fcdp_compile.torch_compat.tensors import storage_id
+
+V = TypeVar("V")
 
 
 class HomeTensor(DTensor):
     """A DTensor on the home mesh; see above.
 
-    seal: the seal of its memory (`seal`, [Note: seals]); None if the values were never checked, or if all
+    seal: the seal of its memory (`seals`, [Note: seals]); None if the values were never checked, or if all
     change.
     """
 
@@ -96,28 +98,27 @@ class HomeTensor(DTensor):
     seal: Seal | None = None
 
     @staticmethod
-    def adopt(value: Any) -> Any:
+    def adopt(value: V) -> V:
         """Turn a DTensor on a home mesh into a HomeTensor in place; other values stay as they are."""
-        if type(value) is not DTensor or all_ranks_of(value.device_mesh) is None:
+        found: Any = value  # mypy narrows no type variable
+        if type(found) is not DTensor or all_ranks_of(found.device_mesh) is None:
             return value
-        if type(value._local_tensor) in (Tensor, LateTensor) or has_home_node(value):
-            value.__class__ = HomeTensor
+        if type(found._local_tensor) in (Tensor, LateTensor) or has_home_node(found):
+            found.__class__ = HomeTensor
         return value
 
     @staticmethod
-    def on_home(local: Tensor, spec: Any) -> Any:
+    def on_home(local: Tensor, spec: Any) -> DTensor:
         """Make a HomeTensor of this rank's part.  spec: DTensor's, of a tensor on a home mesh."""
         # Calling __new__ skips DTensor.__init__, which does nothing and takes 5 us.
         return HomeTensor.adopt(DTensor.__new__(DTensor, local, spec, requires_grad=False))
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner_tensors: Any, flatten_spec: Any, outer_size: Any, outer_stride: Any
-    ) -> DTensor:
+    @classmethod
+    def __tensor_unflatten__(cls, *parts: Any) -> DTensor:
         # AOTAutograd rebuilds its inputs through this and then insists on the very class it was given.
-        return as_home_tensor(
-            DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride)
-        )
+        made: DTensor = DTensor.__tensor_unflatten__(*parts)
+        made.__class__ = cls
+        return made
 
     # After a graph break Dynamo would compile the Python code of ops, which it cannot trace.
     @classmethod
@@ -175,8 +176,7 @@ class HomeTensor(DTensor):
                     _settle([self])
                 is_recorded = self.requires_grad and torch.is_grad_enabled()
                 if type(held) is Tensor and not is_recorded and not options:
-                    gathered: DTensor = HomeTensor.adopt(redistributed(_plain(self), placements))
-                    return gathered
+                    return HomeTensor.adopt(redistributed(_plain(self), placements))
                 if is_put := (
                     type(held) is not LateTensor and tuple(placements) != tuple(self.placements)
                 ):
@@ -186,8 +186,7 @@ class HomeTensor(DTensor):
             found = DTensor.redistribute(found, device_mesh, placements, **options)
             if is_put:
                 found = put_on(found, held.device)
-        adopted: DTensor = HomeTensor.adopt(found)
-        return adopted
+        return HomeTensor.adopt(found)
 
     def _stable_hash_for_caching(self) -> str:  # DTensor's is equal for ranks with other rows
         return f"{super()._stable_hash_for_caching()} {tuple(_SLOT.__get__(self).shape)}"
@@ -439,8 +438,7 @@ def _settle(tensors: Iterable[HomeTensor]) -> None:
 
 
 def _whole(tensor: DTensor) -> DTensor:
-    whole: DTensor = HomeTensor.adopt(redistributed(_plain(tensor), everywhere(tensor.device_mesh)))
-    return whole
+    return HomeTensor.adopt(redistributed(_plain(tensor), everywhere(tensor.device_mesh)))
 
 
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:

@@ -14,7 +14,7 @@ from fcdp_compile.core.params.home_collectives import device_of_collectives, mov
 from fcdp_compile.core.params.layout import Within, rows_of_part
 from fcdp_compile.core.ranks.inner_mesh import tp_mesh_of
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.torch_compat import matrices_in
+from fcdp_compile.torch_compat.placements import matrices_in
 
 _DECLARED = "_fcdp_part"
 

@@ -12,23 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcdp_compile.torch_compat import MemoryLayout, WrapperTensor, tree_map_only
+from fcdp_compile.torch_compat import tree_map_only
+from fcdp_compile.torch_compat.tensors import MemoryLayout, WrapperTensor
 
 
 class Awaited:
     """A value that somebody puts into `value`, at the latest when `wait` is called."""
 
-    __slots__ = ("__weakref__", "_wait", "value")
+    __slots__ = ("__weakref__", "value", "wait")
 
     def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
+        self.wait = wait
         self.value: Tensor | None = None
-
-    def get(self) -> Tensor:
-        """The value, complete for the next work on this thread's stream."""
-        self._wait()
-        assert self.value is not None, "`wait` has set it"
-        return self.value
 
 
 class LateTensor(WrapperTensor):
@@ -44,8 +39,10 @@ class LateTensor(WrapperTensor):
         return self._awaited.value is None
 
     def present(self) -> Tensor:
-        """The tensor with its values."""
-        return self._awaited.get()
+        """The tensor with its values, complete for the next work on this thread's stream."""
+        self._awaited.wait()
+        assert self._awaited.value is not None, "`wait` has set it"
+        return self._awaited.value
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # Tensor's is typed as an instance method

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.core.params.home_collectives import has_part_of_shape, part_of
-from fcdp_compile.torch_compat import NodeShard, dtensor_of
+from fcdp_compile.torch_compat.distributed import dtensor_of
+from fcdp_compile.torch_compat.placements import NodeShard
 
 LocalOf = Callable[[DTensor], Tensor]
 

@@ -193,5 +193,4 @@ def rows_of(whole: Tensor, layout: ParamLayout, node: int, place: int) -> Tensor
     """A view of the rows of a whole parameter that the rank at this node and place has as its home shard."""
     if layout.dim is None:
         return whole
-    rows = layout.local_shape(node, place)[layout.dim]
-    return whole.narrow(layout.dim, layout.local_start(node, place), rows)
+    return whole.narrow(layout.dim, *layout.local_rows(node, place))

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.core.params.home_collectives import everywhere, has_part_of_shape, part_of
 from fcdp_compile.core.params.local_ops import LocalOf, flat, mapped
 from fcdp_compile.errors import FcdpError, MixedTensorsError
-from fcdp_compile.torch_compat import dtensor_of
+from fcdp_compile.torch_compat.distributed import dtensor_of
 
 _aten = torch.ops.aten
 

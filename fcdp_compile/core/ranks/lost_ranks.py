@@ -20,9 +20,12 @@ from threading import Event, Lock, Thread
 import torch
 import torch.distributed as dist
 
-from fcdp_compile.core.ranks.differences import ranks_named
 from fcdp_compile.errors import FcdpError, LostRankError
-from fcdp_compile.torch_compat import comes_from_peers, gloo_context_count, rendezvous_store
+from fcdp_compile.torch_compat.distributed import (
+    comes_from_peers,
+    gloo_context_count,
+    rendezvous_store,
+)
 
 _ANSWER_S = 1.5
 """How long to wait for the other ranks' notes; the user sees the error after 2 s in all."""
@@ -173,6 +176,12 @@ def close(group: dist.ProcessGroup) -> None:
         with contextlib.suppress(RuntimeError):
             nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             group.recv([nothing], peer, _NOBODYS_TAG + context).wait(_AT_ONCE)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Ranks in a message: "rank 3", "ranks 0, 2, …"."""
+    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def _key(rank: int) -> str:

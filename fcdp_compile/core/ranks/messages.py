@@ -6,15 +6,14 @@ does not join.  All functions raise LostRankError if a rank is lost."""
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fcdp_compile.core.ranks.differences import ranks_named
-from fcdp_compile.core.ranks.lost_ranks import Wait, finish
+from fcdp_compile.core.ranks.lost_ranks import Wait, finish, ranks_named
 from fcdp_compile.errors import FcdpError
 
 T = TypeVar("T")
@@ -46,6 +45,11 @@ def broadcast_first(data: Tensor, group: dist.ProcessGroup, doing: str) -> None:
     """Fill `data` with the values that the group's first rank has in its `data`."""
     work = dist.broadcast(data, group=group, group_src=0, async_op=True)
     finish(work, group, Wait(lambda: doing))
+
+
+def first_other(values: Sequence[object]) -> int | None:
+    """The first rank whose value differs from rank 0's; None if all are equal.  values: one of each rank."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
 
 
 def together(

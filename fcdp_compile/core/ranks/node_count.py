@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fcdp_compile.core.ranks.differences import first_other
+from fcdp_compile.core.ranks.messages import first_other
 from fcdp_compile.errors import ArgumentError
-
-
-class _Counts(NamedTuple):
-    """What a rank counts: nodes, and the sizes of other dimensions by name."""
-
-    nodes: int
-    sizes: dict[str, int]
 
 
 def agreed_nodes(world: int, nodes: int | None, pp: int, inner: Mapping[str, int]) -> int:
@@ -30,28 +22,28 @@ def agreed_nodes(world: int, nodes: int | None, pp: int, inner: Mapping[str, int
     """
     try:
         count = _count_nodes(world, nodes)
-        ranks_per_node = _per_stage(pp, count, world // count)
-        _check_inner(inner, ranks_per_node)
-        mine: _Counts | str = _Counts(count, {"pp": pp, **inner})
+        _check_inner(inner, _per_stage(pp, count, world // count))
+        mine: dict[str, int] | str = {"nodes": count, "pp": pp, **inner}
     except ValueError as error:
         mine = str(error)
-    everyone: list[_Counts | str] = [mine] * world
+    everyone: list[dict[str, int] | str] = [mine] * world
     if world > 1 and dist.get_backend() != "fake":  # a fake group has no other ranks
         dist.all_gather_object(everyone, mine)
     for found in everyone:
         if isinstance(found, str):
             raise ArgumentError(found)
-    if other := first_other(everyone):
-        (first, sizes), (its, its_sizes) = (_Counts(*everyone[i]) for i in (0, other))
-        if first == its:
-            name = next(n for n in sizes if sizes[n] != its_sizes[n])
+    counts = [found for found in everyone if not isinstance(found, str)]
+    if other := first_other(counts):
+        first, its = counts[0], counts[other]
+        name = next(n for n in first if first[n] != its[n])
+        if name == "nodes":
             raise ArgumentError(
-                f"rank 0 has {name}={sizes[name]} and rank {other} has {name}={its_sizes[name]}; pass one "
-                f"{name}=… on all ranks"
+                f"rank 0 makes {first[name]} nodes of {world} ranks and rank {other} makes {its[name]}; "
+                "start the same number of ranks on every node, or pass the same nodes=… on all"
             )
         raise ArgumentError(
-            f"rank 0 makes {first} nodes of {world} ranks and rank {other} makes {its}; start "
-            "the same number of ranks on every node, or pass the same nodes=… on all"
+            f"rank 0 has {name}={first[name]} and rank {other} has {name}={its[name]}; pass one {name}=… on "
+            "all ranks"
         )
     return count
 

@@ -10,7 +10,7 @@ from torch.distributed.constants import default_pg_nccl_timeout
 
 from fcdp_compile.core.ranks.lost_ranks import world
 from fcdp_compile.errors import ArgumentError
-from fcdp_compile.torch_compat import gloo_timeout, nccl_timeout, without_splitting
+from fcdp_compile.torch_compat.distributed import gloo_timeout, nccl_timeout, without_splitting
 
 
 def group_of(ranks: list[int], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
@@ -42,33 +42,18 @@ def checked_timeout(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def timeout_of_new_groups(chosen: timedelta | None) -> timedelta | None:
-    """The timeout of groups that fcdp makes: the one given to make_mesh, else the default group's."""
-    default = world()
-    return timeout_like(
-        chosen,
-        gloo=gloo_timeout(default),
-        nccl=nccl_timeout(default),
-        nccl_default=default_pg_nccl_timeout,
-    )
+    """The timeout of groups that fcdp makes: the one given to make_mesh, else the default group's.
 
-
-def timeout_like(
-    chosen: timedelta | None,
-    *,
-    gloo: timedelta | None,
-    nccl: timedelta | None,
-    nccl_default: timedelta | None,
-) -> timedelta | None:
-    """The timeout of new groups, given the default group's timeouts; None: torch's own default.
-
-    If the default group has only NCCL, with NCCL's default timeout, new groups take torch's default too,
-    because torch lets Gloo groups wait longer.
+    None: torch's own default.  If the default group has only NCCL, with NCCL's default timeout, new groups
+    take torch's default too, because torch lets Gloo groups wait longer.
     """
     if chosen is not None:
         return chosen
-    if gloo is not None:
+    default = world()
+    if (gloo := gloo_timeout(default)) is not None:
         return gloo
-    return None if nccl == nccl_default else nccl
+    nccl = nccl_timeout(default)
+    return None if nccl == default_pg_nccl_timeout else nccl
 
 
 def cpu_backend() -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -56,7 +56,7 @@ def name_of_attempt(store: Any, rank: int, ranks: int, timeout: timedelta) -> st
 
     Raises: LostRankError.
     """
-    looks = _looks(timeout)
+    until_s = time.monotonic() + timeout.total_seconds()
     if rank == 0:
         name = secrets.token_hex(8)
         missing = list(range(1, ranks))
@@ -66,29 +66,25 @@ def name_of_attempt(store: Any, rank: int, ranks: int, timeout: timedelta) -> st
                     word = store.get(f"fcdp/hello/{other}").decode()
                     store.set(f"fcdp/welcome/{word}", name)
             missing = [r for r in missing if not store.check([f"fcdp/thanks/{name}/{r}"])]
-            _look(looks, missing, timeout)
+            _look(until_s, missing, timeout)
         return name
     word = secrets.token_hex(8)
     store.set(f"fcdp/hello/{rank}", word)
     while not store.check([f"fcdp/welcome/{word}"]):
-        _look(looks, [0], timeout)
+        _look(until_s, [0], timeout)
     found: str = store.get(f"fcdp/welcome/{word}").decode()
     store.set(f"fcdp/thanks/{found}/{rank}", "")
     return found
 
 
-def _looks(timeout: timedelta) -> Iterator[None]:
-    """Yield once for each look at the store until time is up."""
-    until_s = time.monotonic() + timeout.total_seconds()
-    while time.monotonic() < until_s:
-        time.sleep(_LOOK_S)
-        yield
-
-
-def _look(looks: Iterator[None], missing: Sequence[int], timeout: timedelta) -> None:
-    if missing and next(looks, False) is False:
+def _look(until_s: float, missing: Sequence[int], timeout: timedelta) -> None:
+    """Wait before another look at the store, if ranks are missing; raises: LostRankError if time is up."""
+    if not missing:
+        return
+    if time.monotonic() >= until_s:
         shown = ", ".join(map(str, missing[:8]))
         raise LostRankError(
             f"make_mesh: rank {shown} did not join within {timeout.total_seconds():.0f} s; find the "
             "cause in the logs of the ranks, then restart the job"
         )
+    time.sleep(_LOOK_S)

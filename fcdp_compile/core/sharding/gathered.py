@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fcdp_compile.core.params.inner_cut import InnerTensor, local_part
 from fcdp_compile.core.params.mesh import everyone_ranks
 from fcdp_compile.core.params.packing import rows_of
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.params.seals import fingerprint
+from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.assignment import matching
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import ArgumentError, FcdpError
@@ -152,10 +151,6 @@ class _Gathered:
     home: nn.Parameter
     mark: int
 
-    def now(self) -> list[Tensor | None]:
-        """The tensors that are in the parameter's places now."""
-        return [module._parameters.get(name) for module, name in self.places]
-
 
 class _Left(NamedTuple):
     """The values of one parameter at the end of the block, and their fingerprint."""
@@ -180,25 +175,23 @@ class _Block:
             [(r.spec.key, r.peek(), r.spec.home_dtype) for r in self._records]
         )
         for record, value in zip(self._records, values, strict=True):
-            inner = record.spec.inner
+            inner, home, places = record.spec.inner, record.parameter(), record.owners()
             if inner is not None and inner.mesh is not None and not inner.sums:
                 value = InnerTensor(inner).of(value)
-            self._replace(record, nn.Parameter(value, requires_grad=False))
-
-    def _replace(self, record: ParamRecord, whole: nn.Parameter) -> None:
-        spec, home = record.spec, record.parameter()
-        places = record.owners()
-        mark = int(fingerprint([local_part(whole)]))
-        self._inside.append(_Gathered(record=record, places=places, home=home, mark=mark))
-        self._state.whole[spec.key] = WholeParameter(home=home, writeback=self._writeback)
-        for module, name in places:
-            module._parameters[name] = whole
+            mark = int(fingerprint([local_part(value)]))
+            self._inside.append(_Gathered(record=record, places=places, home=home, mark=mark))
+            self._state.whole[record.spec.key] = WholeParameter(
+                home=home, writeback=self._writeback
+            )
+            whole = nn.Parameter(value, requires_grad=False)
+            for module, name in places:
+                module._parameters[name] = whole
 
     def leave(self) -> list[list[Tensor | None]]:
         """Put the home shards back, without communication; returns what each parameter's places contained."""
-        left = []
+        left: list[list[Tensor | None]] = []
         for one in self._inside:
-            left.append(one.now())
+            left.append([module._parameters.get(name) for module, name in one.places])
             del self._state.whole[one.record.spec.key]
             for module, name in one.places:
                 module._parameters[name] = one.home

@@ -9,7 +9,7 @@ from torch import nn
 
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.torch_compat import gradient_hooks
+from fcdp_compile.torch_compat.autograd import gradient_hooks
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import (
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from fcdp_compile.torch_compat import gradient_hooks, storage_id
+from fcdp_compile.torch_compat.autograd import gradient_hooks
+from fcdp_compile.torch_compat.tensors import storage_id
 
 _TABLES = ("_parameters", "_modules")
 """The attributes that `shard` handles itself."""
@@ -57,7 +59,7 @@ def find_references(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[
     """
     owners = {storage_id(p): name for name, p in parameters.items()}
     # Modules of the model are searched separately, under their own name.
-    walk = _Walk(owners, {id(m) for m in model.modules()})
+    seen: dict[int, object] = {id(m): m for m in model.modules()}
     held = [
         (name or "the model", key, value)
         for name, module in model.named_modules()
@@ -71,7 +73,7 @@ def find_references(model: nn.Module, parameters: Mapping[str, Tensor]) -> list[
     ]
     found = []
     for owner, key, value in held:
-        for path, tensor in walk.visit(value, key):
+        for path, tensor in _sharing(value, key, owners, seen):
             is_copy = not (tensor.requires_grad or isinstance(tensor, nn.Parameter))
             found.append(
                 Reference(
@@ -93,31 +95,22 @@ def _methods(module: nn.Module) -> Iterator[tuple[str, Any]]:
                     yield name, value
 
 
-class _Walk:
-    """Visits every object once.
+def _sharing(
+    value: object, path: str, owners: Mapping[int, str], seen: dict[int, object]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that share memory with a parameter, in the value at `path` or in objects it holds.
 
-    owners: names of parameters by their storage.  seen: ids of objects to skip.
+    owners: names of parameters by their storage.  seen: objects to skip, by their ids.  Those that are
+    visited are added, which keeps temporary objects alive: ids are unique among living objects only.
     """
-
-    def __init__(self, owners: Mapping[int, str], seen: set[int]) -> None:
-        self._owners = owners
-        self._seen = seen
-        # Ids are unique among living objects only, so keep temporary objects alive during the walk.
-        self._kept: list[object] = []
-
-    def visit(self, value: object, path: str) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that share memory with a parameter, in the value at `path` or in objects it holds."""
-        todo = [(value, path)]
-        while todo:
-            value, path = todo.pop()
-            if isinstance(value, Tensor):
-                if value.layout is torch.strided and storage_id(value) in self._owners:
-                    yield path, value
-                continue
-            if isinstance(value, _LEAVES) or id(value) in self._seen:
-                continue
-            self._seen.add(id(value))
-            self._kept.append(value)
+    todo = [(value, path)]
+    while todo:
+        value, path = todo.pop()
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided and storage_id(value) in owners:
+                yield path, value
+        elif not isinstance(value, _LEAVES) and id(value) not in seen:
+            seen[id(value)] = value
             todo += reversed(list(_parts(value, path)))
 
 
@@ -138,7 +131,8 @@ def _parts(value: Any, path: str) -> Iterator[tuple[object, str]]:
         if (variable := getattr(value, "variable", None)) is not None:
             yield variable, path  # of a leaf; torch's hooks on several gradients keep such nodes
     elif isinstance(value, CellType):
-        yield from ((v, path) for v in _content(value))
+        with suppress(ValueError):  # a variable that has no value yet
+            yield value.cell_contents, path
     else:
         # Read without `__getattr__` and the like, by which a class may return something else, or raise.
         own = inspect.getattr_static(value, "__dict__", None)
@@ -150,10 +144,3 @@ def _parts(value: Any, path: str) -> Iterator[tuple[object, str]]:
 
 def _may_hold(value: object) -> bool:
     return not isinstance(value, _LEAVES)
-
-
-def _content(cell: CellType) -> Iterator[object]:
-    try:
-        yield cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return

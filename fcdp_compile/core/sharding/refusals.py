@@ -23,18 +23,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from fcdp_compile.core.params.inner_cut import check_declared, check_inner, local_part
-from fcdp_compile.core.ranks.inner_mesh import tp_mesh_of
+from fcdp_compile.core.params.inner_cut import check_declared, check_inner, is_declared, local_part
+from fcdp_compile.core.ranks.inner_mesh import CONTEXT, CUT, Cut, cp_of, tp_mesh_of
 from fcdp_compile.core.sharding.references import find_references
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.models.quantised.weight import packed_parameters
 from fcdp_compile.strategy import Strategy
 from fcdp_compile.strategy.formats import Format
-from fcdp_compile.torch_compat import (
-    FakeTensor,
-    NormWithStatistics,
-    calls_dispatch_of_subclasses,
-)
+from fcdp_compile.torch_compat import FakeTensor, NormWithStatistics
+from fcdp_compile.torch_compat.distributed import calls_dispatch_of_subclasses
 
 log = logging.getLogger(__name__)
 
@@ -260,6 +257,56 @@ def _problem(parameter: nn.Parameter, mesh: DeviceMesh | None, *, is_packed: boo
             f"call model.to({mesh.device_type!r}) before shard"
         )
     return None
+
+
+def check_inner_dims(root: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Refuse a model that does not fit a mesh whose ranks share sequences or parameters.
+
+    The model must know that ranks share sequences.  Parameters that were added after `tensor_parallel`, such
+    as adapters, are cut by nobody: each rank would train other values of what all take for one.
+
+    Raises: ArgumentError.
+    """
+    if cp_of(mesh) > 1 and not any(CONTEXT in vars(module) for module in root.modules()):
+        raise ArgumentError(
+            f"mesh has cp={cp_of(mesh)}, but the attention of {type(root).__name__} sees one rank's part of "
+            "the sequences; call fcdp_compile.context_parallel first, or make the mesh without cp"
+        )
+    modules = root.modules() if isinstance(root, nn.Module) else ()  # check_model will raise
+    for module in modules:
+        if (cut := vars(module).get(CUT)) is not None:
+            _check_cut(module, cut)
+
+
+def _check_cut(module: nn.Module, cut: Cut) -> None:
+    """Raises: ArgumentError for a model that is no longer what `tensor_parallel` has made."""
+    if cut.model != id(module):
+        raise ArgumentError(
+            f"{type(module).__name__} was copied after fcdp_compile.tensor_parallel, and computes with the "
+            "parameters of the model that it was copied from; copy first, then call tensor_parallel for each"
+        )
+    named = dict(module.named_parameters())
+    if (name := next((n for n in named if n not in cut.names), None)) is not None:
+        raise ArgumentError(
+            f"{type(module).__name__} got parameter {name!r} after fcdp_compile.tensor_parallel; call "
+            "tensor_parallel again, which cuts the adapters"
+        )
+    lost = (n for n, p in named.items() if n in cut.declared and not is_declared(p))
+    if (name := next(lost, None)) is not None:
+        raise ArgumentError(
+            f"parameter {name!r} was replaced after fcdp_compile.tensor_parallel (to_empty, "
+            "load_state_dict(assign=True)), so its gradient would not be summed; give the parameters values "
+            "in place, or use load_pretrained or materialize after shard"
+        )
+
+
+def check_offload(offload_params: object) -> None:
+    """Refuse unknown values of the argument.
+
+    Raises: ArgumentError.
+    """
+    if not isinstance(offload_params, bool) and offload_params != "auto":
+        raise ArgumentError(f"offload_params must be True, False or 'auto', not {offload_params!r}")
 
 
 def check_home_nodes(matrices: Sequence[nn.Parameter], tp: DeviceMesh | None) -> None:

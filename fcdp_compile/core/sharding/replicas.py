@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fcdp_compile.core.params.inner_cut import InnerCut, described, local_part
+from fcdp_compile.core.params.inner_cut import described, local_part
 from fcdp_compile.core.params.mesh import Topology
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import broadcast_first
+from fcdp_compile.core.params.seals import fingerprint
+from fcdp_compile.core.ranks.messages import broadcast_first, first_other
 from fcdp_compile.core.sharding.refusals import Dtypes, warn_of_no_frozen, warn_of_torch
 from fcdp_compile.devices import Device
 from fcdp_compile.errors import ArgumentError
@@ -68,12 +67,13 @@ def agree_on_model(
         )
     present = [(name, local_part(t)) for name, t in tensors if not t.is_meta]
     if topology.tp is not None:
-        whole = [
-            name
-            for name, _ in tensors
-            if name not in named or _is_whole(records[named[name]].spec.inner)
-        ]
-        _refuse_different(root, [x for x in present if x[0] in set(whole)], topology, collectives)
+        parts = {
+            r.spec.name
+            for r in records.values()
+            if r.spec.inner is not None and r.spec.inner.dim is not None
+        }
+        whole = [(name, t) for name, t in present if name not in parts]
+        _refuse_different(root, whole, topology, collectives)
     differing = _take_first(present, topology.control, collectives)
     if differing and topology.position.rank == 0:
         log.warning(
@@ -82,11 +82,6 @@ def agree_on_model(
             len(present),
             differing[0],
         )
-
-
-def _is_whole(cut: InnerCut | None) -> bool:
-    """Whether every rank of a "tp" group has the whole parameter."""
-    return cut is None or cut.dim is None
 
 
 def _refuse_different(

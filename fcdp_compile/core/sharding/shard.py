@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fcdp_compile.core.params import registry
-from fcdp_compile.core.params.gate import Calls, Gate
+from fcdp_compile.core.params.gate import Gate
 from fcdp_compile.core.params.home_shard import KEY, REPLACED, HomeShard
 from fcdp_compile.core.params.inner_cut import InnerCut, local_part
 from fcdp_compile.core.params.layout import ParamLayout
@@ -33,18 +33,13 @@ from fcdp_compile.core.params.spec import (
 )
 from fcdp_compile.core.ranks.inner_mesh import data_mesh
 from fcdp_compile.core.sharding.assignment import adapted, assign, chosen_strategy
-from fcdp_compile.core.sharding.homes import (
-    check_inner_dims,
-    check_offload,
-    fills,
-    home_nodes_of,
-    matrices_of,
-)
 from fcdp_compile.core.sharding.loads import watch_loads
 from fcdp_compile.core.sharding.refusals import (
     Dtypes,
     check_home_nodes,
+    check_inner_dims,
     check_model,
+    check_offload,
     dtypes_of_statistics,
     ignore,
 )
@@ -67,11 +62,15 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.home_memory import book, empty_home
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.strategy import Strategy
-from fcdp_compile.torch_compat import move_gradient_hooks
+from fcdp_compile.strategy.home_nodes import home_nodes
+from fcdp_compile.torch_compat.autograd import move_gradient_hooks
 
 M = TypeVar("M", bound=nn.Module)
 
 log = logging.getLogger(__name__)
+
+_FULL = 0.75
+"""The part of a GPU from which on "auto" offloads; gathered buckets and activations need the rest."""
 
 
 def shard(
@@ -187,7 +186,8 @@ def _specs(
     packed = packed_parameters(root)
     matrices = [p for p in matrices_of(root, names) if fitting[strategies[p]].whole_matrices]
     check_home_nodes(matrices, topology.tp)
-    homes = home_nodes_of(matrices, topology.nodes)
+    sizes = [(tuple(p.shape), p.element_size()) for p in matrices]
+    homes = dict(zip(matrices, home_nodes(sizes, topology.nodes), strict=True))
     statistics = dtypes_of_statistics(root, dtypes)
     cuts = {p: None if topology.tp is None else InnerCut.of(p, topology.tp) for p in names}
     specs = {
@@ -212,6 +212,32 @@ def _specs(
     }
 
 
+def matrices_of(root: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The trainable matrices among these parameters, without embeddings.
+
+    An embedding is used row by row, so no optimizer orthogonalises it, and often it is larger than the rest.
+    """
+    # Not `m.weight`, which in a sharded model gathers.
+    embeddings = {
+        m._parameters.get("weight") for m in root.modules() if isinstance(m, nn.Embedding)
+    }
+    return [p for p in parameters if p.ndim == 2 and p.requires_grad and p not in embeddings]
+
+
+def fills(gpu_bytes: int | None, specs: Iterable[tuple[ParamSpec, bool]]) -> bool:
+    """Whether home shards, gradients and Adam's moments take too much of a GPU; the same on all ranks.
+
+    gpu_bytes: of the smallest GPU; None without GPUs, where nothing is too much.  specs: each with whether
+    the parameter is trainable.
+    """
+    taken = sum(
+        spec.taken_bytes(is_frozen=not is_trained)
+        for spec, is_trained in specs
+        if not may_leave(spec, is_frozen=not is_trained)
+    )
+    return gpu_bytes is not None and taken > _FULL * gpu_bytes
+
+
 def model_of(model: nn.Module) -> nn.Module:
     """The module itself, for a compiled module, a plain one, or Fabric's wrapper of a sharded one."""
     inner: nn.Module = getattr(model, "_orig_mod", model)
@@ -232,11 +258,10 @@ def state_of(model: nn.Module) -> ShardedModel:
 
     Raises: ValueError if it is not sharded.
     """
-    state = vars(model_of(model)).get(STATE)
+    state: ModuleState | None = vars(model_of(model)).get(STATE)
     if state is None:
         raise ArgumentError("the model is not sharded; call fcdp_compile.shard(model, mesh) first")
-    found: ShardedModel = state.model
-    return found
+    return state.model
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
@@ -280,8 +305,7 @@ def _replace(
     """Replace parameters by home shards, and the modules' classes by subclasses."""
     gate = Gate()
     homes = {
-        p: _home_shard(p, r.spec, state.topology, gate.calls, state.device)
-        for p, r in records.items()
+        p: _home_shard(p, r.spec, state.topology, gate, state.device) for p, r in records.items()
     }
     classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
     for module in root.modules():
@@ -312,7 +336,7 @@ def _device_of(parameters: Iterable[nn.Parameter], topology: Topology) -> Device
 
 
 def _home_shard(
-    parameter: nn.Parameter, spec: ParamSpec, topology: Topology, calls: Calls, on: Device
+    parameter: nn.Parameter, spec: ParamSpec, topology: Topology, gate: Gate, on: Device
 ) -> nn.Parameter:
     if topology.home_mesh is None:
         return _whole(parameter, spec.key, on.torch)
@@ -335,7 +359,7 @@ def _home_shard(
         spec,
         topology.home_mesh,
         requires_grad=parameter.requires_grad,
-        calls=calls,
+        gate=gate,
         key=spec.key,
     )
     if is_away and not home.release(local):

@@ -30,7 +30,9 @@ from fcdp_compile.models.quantised.weight import QuantisedWeight
 from fcdp_compile.ops import REQUIRE_GRAD, UNSHARD
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.torch_compat import is_in_derivative, is_recomputing, skip_frame, tree_map_only
+from fcdp_compile.torch_compat import tree_map_only
+from fcdp_compile.torch_compat.autograd import is_in_derivative, is_recomputing
+from fcdp_compile.torch_compat.compilers import skip_frame
 
 STATE = "_fcdp"
 """The attribute of a sharded module that holds its `ModuleState`."""
@@ -220,16 +222,16 @@ def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:
     def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
         compiled: Any = self._compiled_call_impl
-        calls, model = _state(self).gate.calls, _state(self).model
+        gate, model = _state(self).gate, _state(self).model
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if model.whole:  # as in `_noted_call`, which does not reach what was compiled in place
                 return torch.compiler.disable(self._call_impl)(*args, **kwargs)
-            before, calls.inside = calls.inside, True
+            before, gate.is_called = gate.is_called, True
             try:
                 return compiled(*args, **kwargs)
             finally:
-                calls.inside = before
+                gate.is_called = before
 
         self._compiled_call_impl = call
 
@@ -306,18 +308,18 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return inner(self, *args, **kwargs)
         state = _state(self)
-        calls = state.gate.calls
         state.model.unset.refuse("a forward")
-        before, calls.inside = calls.inside, True
+        gate = state.gate
+        before, gate.is_called = gate.is_called, True
         try:
             if state.model.whole:
                 # Compiled graphs would gather, but parameters are whole already.
                 return torch.compiler.disable(inner)(self, *args, **kwargs)
             return inner(self, *args, **kwargs)
         finally:
-            calls.inside = before
+            gate.is_called = before
 
-    # `calls.inside` must be set before the guards of the called code are checked.
+    # `is_called` must be set before the guards of the called code are checked.
     skip_frame(call)
     return call
 

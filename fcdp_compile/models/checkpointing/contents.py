@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fcdp_compile.core.params.layout import Box
 from fcdp_compile.core.params.packing import block_of
 from fcdp_compile.core.params.registry import ParamSpec
-from fcdp_compile.core.params.seals.fingerprint import mixed
+from fcdp_compile.core.params.seals import mixed
 from fcdp_compile.devices import Device, device_of
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.checkpointing.format.record import CutTensor, LeftOut, cut

@@ -24,8 +24,7 @@ from torch.optim import Optimizer
 
 from fcdp_compile.core.params.home_shard import as_dtensor
 from fcdp_compile.core.params.packing import take_boxes
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import CheckpointError

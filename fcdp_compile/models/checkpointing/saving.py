@@ -26,8 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fcdp_compile.core.params.mesh import Topology, new_control_group
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.devices import Device

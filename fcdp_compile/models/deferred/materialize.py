@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from fcdp_compile.core.params.inner_cut import whole_of
 from fcdp_compile.core.params.packing import take_boxes
-from fcdp_compile.core.params.seals.fingerprint import fingerprint
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import broadcast_first, together
+from fcdp_compile.core.params.seals import fingerprint
+from fcdp_compile.core.ranks.messages import broadcast_first, first_other, together
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.models.deferred.initialisation import (
@@ -43,7 +42,7 @@ from fcdp_compile.models.deferred.stand_ins import (
     standing_in,
 )
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat.tensors import storage_id
 
 
 def materialize(model: nn.Module) -> None:

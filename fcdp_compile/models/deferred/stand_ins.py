@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from fcdp_compile.devices import device_of
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.torch_compat import DispatchMode, FakeTensorMode, storage_id, without_modes
+from fcdp_compile.torch_compat import DispatchMode, FakeTensorMode
+from fcdp_compile.torch_compat.autograd import without_modes
+from fcdp_compile.torch_compat.tensors import storage_id
 
 _OVERWRITING = ("copy_", "fill_", "zero_", "normal_", "uniform_", "exponential_", "bernoulli_")
 """In-place ops of aten that do not read the tensor that they write to."""

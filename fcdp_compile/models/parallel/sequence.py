@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from fcdp_compile.core.params.mesh import topology_of
-from fcdp_compile.core.ranks.differences import first_other
 from fcdp_compile.core.ranks.inner_mesh import CP, cp_of, data_mesh
+from fcdp_compile.core.ranks.messages import first_other
 from fcdp_compile.errors import ArgumentError
 
 NO_TARGET = -100
@@ -122,28 +122,24 @@ def _everywhere(batch: Mapping[str, Any], mine: list[int], mesh: DeviceMesh | No
 
     Raises: ArgumentError on every rank if ranks that share sequences have different batches.
     """
-    told, sharing = _told([_fingerprint(batch), *mine], mesh)
+    if mesh is None:
+        return [*mine, 1]
+    said = torch.tensor([_fingerprint(batch), *mine], device="cpu")
+    control = topology_of(data_mesh(mesh)).control
+    assert control is not None, "a mesh has process groups"
+    found = [torch.empty_like(said) for _ in range(dist.get_world_size(control))]
+    dist.all_gather(found, said, group=control)
+    told = torch.stack(found)
+    shared = (
+        dist.get_process_group_ranks(mesh.get_group(CP)) if cp_of(mesh) > 1 else [dist.get_rank()]
+    )
+    sharing = [dist.get_group_rank(control, rank) for rank in shared]
     if (other := first_other(told[sharing, 0].tolist())) is not None:
         raise ArgumentError(
             f'ranks 0 and {other} of a "cp" group have different batches, but share their sequences; let '
             "samplers count groups, not ranks: num_replicas = ranks / cp, rank = rank // cp"
         )
     return [*told[:, 1:].sum(0).tolist(), len(told)]
-
-
-def _told(mine: list[int], mesh: DeviceMesh | None) -> tuple[Tensor, list[int]]:
-    """What each rank says [G, n], and the ranks of them that share this rank's sequences."""
-    said = torch.tensor(mine, device="cpu")
-    if mesh is None:
-        return said[None], [0]
-    control = topology_of(data_mesh(mesh)).control
-    assert control is not None, "a mesh has process groups"
-    found = [torch.empty_like(said) for _ in range(dist.get_world_size(control))]
-    dist.all_gather(found, said, group=control)
-    shared = (
-        dist.get_process_group_ranks(mesh.get_group(CP)) if cp_of(mesh) > 1 else [dist.get_rank()]
-    )
-    return torch.stack(found), [dist.get_group_rank(control, rank) for rank in shared]
 
 
 def _fingerprint(batch: Mapping[str, Any]) -> int:

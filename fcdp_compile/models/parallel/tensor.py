@@ -25,7 +25,7 @@ from fcdp_compile.core.ranks.inner_mesh import CUT, TP, Cut, tp_mesh_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.extras import require
 from fcdp_compile.models.parallel.context import transformers_base
-from fcdp_compile.models.quantised.formats import FORMATS
+from fcdp_compile.models.quantised.weight import FORMATS
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 
 from fcdp_compile.core.params.layout import Box
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import Attempts, together
+from fcdp_compile.core.ranks.messages import Attempts, first_other, together
 from fcdp_compile.core.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import CheckpointError, FcdpError

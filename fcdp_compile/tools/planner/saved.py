@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fcdp_compile.models.files.aside import written_aside
 from fcdp_compile.tools.planner.traced import TracedGraph, TracedModel
-from fcdp_compile.torch_compat import graphs_from_bytes, graphs_to_bytes
+from fcdp_compile.torch_compat.graphs import graphs_from_bytes, graphs_to_bytes
 
 log = logging.getLogger(__name__)
 

@@ -28,24 +28,17 @@ from torch.fx import GraphModule
 from fcdp_compile.backend.compute import Compute
 from fcdp_compile.core.params.mesh import make_mesh, topology_of
 from fcdp_compile.core.ranks.inner_mesh import data_mesh
-from fcdp_compile.core.sharding.homes import matrices_of
-from fcdp_compile.core.sharding.shard import shard, state_of
+from fcdp_compile.core.sharding.shard import matrices_of, shard, state_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.models.parallel.context import context_parallel
 from fcdp_compile.models.parallel.tensor import tensor_parallel
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.memory.curve import hints_of
 from fcdp_compile.passes.partition import partition
-from fcdp_compile.torch_compat import (
-    aot_autograd,
-    as_boxed,
-    boxed,
-    make_dynamic,
-    min_cut_rematerialization_partition,
-    start_fake_group,
-    tracing_mode,
-    without_code,
-)
+from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
+from fcdp_compile.torch_compat.compilers import make_dynamic
+from fcdp_compile.torch_compat.distributed import start_fake_group
+from fcdp_compile.torch_compat.graphs import as_boxed, boxed, tracing_mode, without_code
 
 Inputs = Mapping[str, Tensor] | Sequence[Tensor]
 Build = Callable[[int, int], tuple[nn.Module, Inputs]]
@@ -59,7 +52,7 @@ TRACED_BATCH = 7
 class TracedParam:
     """A parameter, before a strategy and a mesh are chosen; is_packed: as in `ParamSpec`.
 
-    is_matrix: whether it may have a home node (`core.sharding.homes`).  shape: of one rank's part, if ranks
+    is_matrix: whether it may have a home node (`core.sharding.shard`).  shape: of one rank's part, if ranks
     of a node share parameters; kept_dim: as in `InnerCut`.
     """
 

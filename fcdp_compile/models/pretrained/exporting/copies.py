@@ -35,7 +35,7 @@ from fcdp_compile.models.files.safetensors_file import as_bytes
 from fcdp_compile.models.pretrained.huggingface import adapter_tensors
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat.tensors import storage_id
 
 _DOING = "whole parameters on their way to the rank that writes them"
 

@@ -37,8 +37,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]  # ships no type hints
 from fcdp_compile.cluster.free_memory import available_bytes, cgroup_bytes
 from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.core.params.mesh import Topology, everyone_ranks, process_count, topology_of
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.folder_argument import refuse_nameless, refuse_swapped
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.core.sharding.sharded_class import STATE

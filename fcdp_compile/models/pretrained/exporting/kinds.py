@@ -41,7 +41,7 @@ from fcdp_compile.models.pretrained.huggingface import (
     transposed_class,
 )
 from fcdp_compile.models.quantised.weight import QuantisedWeight
-from fcdp_compile.torch_compat import storage_id
+from fcdp_compile.torch_compat.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

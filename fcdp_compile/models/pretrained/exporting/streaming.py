@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fcdp_compile.core.ranks.differences import first_other
-from fcdp_compile.core.ranks.messages import together
+from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.models.pretrained.exporting.copies import GatheredValues, ModelTensors
 from fcdp_compile.models.pretrained.exporting.kinds import reader_of
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
-from fcdp_compile.torch_compat import DispatchMode, OpOverload, storage_id, tree_leaves
+from fcdp_compile.torch_compat import DispatchMode, OpOverload, tree_leaves
+from fcdp_compile.torch_compat.tensors import storage_id
 
 
 def stream_state(

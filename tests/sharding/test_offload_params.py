@@ -7,7 +7,8 @@ import torch
 
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import Home, on_hosts, param_spec
-from fcdp_compile.core.sharding.homes import check_offload, fills
+from fcdp_compile.core.sharding.refusals import check_offload
+from fcdp_compile.core.sharding.shard import fills
 from fcdp_compile.strategy import Strategy
 
 MESH = Home(nodes=2, ranks_per_node=2, node=0, place=0)
