@@ -1,4 +1,4 @@
-"""The ops of fcdp: two that tracing sees, and the explicit ops by which the passes replace them.
+"""The ops of fcdp: those that tracing sees, and the explicit ops by which the passes replace two of these.
 
 `fcdp::unshard` and `fcdp::reduce_grad` are real ops: correct when run eagerly, so that a graph break, a
 skipped frame or an uncompiled model is slow and never wrong.  `fcdp::unshard_given` and
@@ -45,7 +45,7 @@ def reduce_grad(grad: Tensor, key: str) -> Tensor:
 @reduce_grad.register_fake
 def _fake_reduce_grad(grad: Tensor, key: str) -> Tensor:
     spec = registry.spec_of(key)
-    device = grad.device if spec.computes_on is None else "cpu"
+    device = spec.home_device(grad.device)
     return grad.new_empty(spec.local_shape, dtype=spec.home_dtype, device=device)
 
 

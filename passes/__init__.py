@@ -1,1 +1,1 @@
-"""Passes over FX graphs: each changes a graph, and none communicates or runs the model."""
+"""Passes change FX graphs or decide something about them; none communicates or runs the model."""

@@ -14,7 +14,7 @@ from fcdp_compile.core.params.spec import bucket_strategy, wire_format
 from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.grouping import group
 from fcdp_compile.plan import Bucket, Direction, Placement, Tier
-from fcdp_compile.strategy import Algorithm, Cache, Strategy
+from fcdp_compile.strategy import Cache, Strategy
 
 _Kind = tuple[bool, torch.dtype, torch.dtype, torch.dtype | None, Strategy]
 """frozen, gather dtype, reduce dtype, home dtype if home shards are on the host, strategy.
@@ -157,12 +157,13 @@ def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassCon
         exact,
         wire=wire_format(weights, specs[0].gather_dtype),
         reduce_wire=wire_format(strategy.gradient_format, specs[0].reduce_dtype),
+        algorithm=strategy.algorithm,
     )
     if made.wire is weights:
         made = replace(made, host_format=on_host)
     tier = _tier(made, taken_bytes, ctx)
     return Use(
-        bucket=replace(made, algorithm=_algorithm(made)),
+        bucket=made,
         placement=Placement(
             bucket=number,
             tier=tier,
@@ -170,12 +171,6 @@ def _make(number: int, keys: list[str], why: str, taken_bytes: int, ctx: PassCon
             why=_why_kept(made, tier, ctx),
         ),
     )
-
-
-def _algorithm(made: Bucket) -> Algorithm:
-    if made.nodes == 1 or made.ranks_per_node == 1:  # there is one link to gather over
-        return Algorithm.HIERARCHICAL
-    return made.strategy.algorithm
 
 
 def _gradient_tier(strategy: Strategy, ctx: PassContext) -> Tier:

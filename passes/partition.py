@@ -13,13 +13,8 @@ from torch.fx.node import map_arg
 
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.views import changes_nothing, computed_from, same_values
-from fcdp_compile.torch_compat import (
-    CheckpointPolicy,
-    detect_fake_mode,
-    graph_module,
-    is_opaque,
-    saved_output_descriptor,
-)
+from fcdp_compile.torch_compat import CheckpointPolicy, detect_fake_mode
+from fcdp_compile.torch_compat.graphs import graph_module, is_opaque, saved_output_descriptor
 
 Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
 

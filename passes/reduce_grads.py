@@ -171,7 +171,7 @@ _OPS = {kind: op for op, kind in ops.EXPLICIT.items() if kind is not None}
 
 def _negative_zeros(graph: Graph, like: Node, spec: ParamSpec) -> Node:
     """Insert a gradient shard of negative zeros, see [Note: negative zeros]."""
-    device = like.meta["val"].device if spec.computes_on is None else "cpu"
+    device = spec.home_device(like.meta["val"].device)
     val = like.meta["val"].new_empty(spec.local_shape, dtype=spec.home_dtype, device=device)
     options = {"dtype": spec.home_dtype, "device": val.device, "pin_memory": False}
     node = graph.call_function(torch.ops.aten.full.default, (spec.local_shape, -0.0), options)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.passes.graph.inline import fake_mode
-from fcdp_compile.torch_compat import is_opaque, saved_output_descriptor
+from fcdp_compile.torch_compat.graphs import is_opaque, saved_output_descriptor
 
 
 def stamp(

@@ -197,7 +197,7 @@ class OutsideReads:
             wide = torch.promote_types(spec.reduce_dtype, torch.float32)
             total = self._accumulation.collect(bucket, params, part, wide)
             self._accumulation.accumulate(bucket, params, total).wait()
-        device = grad.device if spec.computes_on is None else "cpu"
+        device = spec.home_device(grad.device)
         return torch.full(spec.local_shape, -0.0, dtype=spec.home_dtype, device=device)
 
     # --- warnings -----------------------------------------------------------------------------------------

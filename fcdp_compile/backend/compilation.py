@@ -3,7 +3,7 @@
     Dynamo graph -> AOTAutograd's joint graph -> partition -> bucket -> stamp
                  -> lowering -> placement -> plan -> programs
 
-Only this module and `codec_kernels` know both the passes and the runtime.
+Only this module and `bound_graphs` know both the passes and the runtime.
 """
 
 from __future__ import annotations

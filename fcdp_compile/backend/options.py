@@ -16,7 +16,7 @@ from fcdp_compile.plan.cost import MACHINES, Machine, assumed_machine, machine_f
 _RECORDED_RUNS = 3  # with fewer, one disturbed run could decide the median
 _MAX_RECORDED_RUNS = 1000  # a thousand steps fill 40 MB
 
-_DEFAULT_THRESHOLD = 0.9  # tau; the rest is for workspaces and fragmentation, which no plan sees
+DEFAULT_THRESHOLD = 0.9  # tau; the rest is for workspaces and fragmentation, which no plan sees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Options:
     in_flight_mb: float | None = None
     host_memory: int | None = None
     machine: Machine | Mapping[str, Any] = field(default_factory=dict)
-    memory_threshold: float = _DEFAULT_THRESHOLD
+    memory_threshold: float = DEFAULT_THRESHOLD
     device_memory: int | None = None
     record: int = 0
 
@@ -89,7 +89,7 @@ class Options:
             in_flight_mb=_size("in_flight_mb", given.get("in_flight_mb")),
             host_memory=_bytes("host_memory", given.get("host_memory")),
             machine=_machine(given.get("machine")),
-            memory_threshold=_part(given.get("memory_threshold", _DEFAULT_THRESHOLD)),
+            memory_threshold=_part(given.get("memory_threshold", DEFAULT_THRESHOLD)),
             device_memory=_bytes("device_memory", given.get("device_memory")),
             record=_runs(given.get("record"), dump),
         )

@@ -1,6 +1,6 @@
 """The kinds of steps: what each moves, its lane and its text, a row of `_KINDS` each.
 
-docs/architecture.md, "A kind of step", lists what else a new kind needs.
+docs/architecture.md, "A kind of step", says where else a new kind matters.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ _KINDS: dict[Kind, tuple[Flow | None, str]] = {
     Kind.FREE: (None, "releases gathered weights"),
     Kind.COLLECT: (Flow.GRADIENTS_FROM_HOST, "adds gradients that waited"),
     Kind.ACCUMULATE: (Flow.GRADIENTS_TO_HOST, "lets gradients wait for the next micro-batch"),
-    Kind.INTRA_REDUCE_SCATTER: (Flow.GRADIENTS_WITHIN, "sums gradients within the node"),
+    Kind.INTRA_REDUCE_SCATTER: (Flow.GRADIENTS_WITHIN, "averages gradients within the node"),
     Kind.INTER_REDUCE_SCATTER: (
         Flow.GRADIENTS_BETWEEN,
-        "sums gradients between nodes, to their owners",
+        "averages gradients between nodes, to their owners",
     ),
     Kind.INTER_ALL_REDUCE: (Flow.GRADIENTS_BETWEEN, "averages gradients between nodes"),
     Kind.INTRA_GRAD_ALL_GATHER: (

@@ -1,8 +1,8 @@
 """The plan, as data: what a compiled graph communicates, when, and why.
 
-A plan is made at compile time without running or communicating anything, is the same on every rank,
-serialises to JSON (`plan.json`), and says for every step what it moves and what it waits for.  The
-executed graph has the same steps, one to one.
+A plan is made at compile time without running or communicating anything, is the same on every rank (but
+see `Placement`), serialises to JSON (`plan.json`), and says for every step what it moves and what it waits
+for.  The executed graph has the same steps, one to one.
 
 Letters: N nodes, g ranks per node, G = N*g ranks that share one copy of a bucket, whose slot is P/G elements
 of `dtype`.
@@ -45,7 +45,7 @@ class Direction(Enum):
 
 
 class Variant(Enum):
-    """Of a forward, cold: trainable buckets have changed, gather them; warm: everything is cached, load it.
+    """Of a forward, cold: trainable buckets have changed, gather them; warm: load what has a copy.
 
     Of a backward, cold: reduce gradients to the home shards; accumulate: keep them at the strategy's scope,
     as within `no_sync`; collect: reduce them together with those that accumulated before.
@@ -177,7 +177,7 @@ class Bucket:
 class Placement:
     """Where a bucket and its gradients wait; this may differ by rank.
 
-    Ranks must agree on whether anything waits; each rank chooses between the GPU and the host for itself.
+    Each rank chooses between the GPU and the host for itself, but on all ranks something waits, or on none.
 
     bucket: its number. tier: where its copy waits between its uses. gradient_tier: where gradients of
     micro-batches wait for the micro-batch that synchronises; none: each is reduced to the home shards. why:

@@ -53,7 +53,7 @@ def leading(schedule: Schedule, buckets: Mapping[int, Bucket]) -> list[Step]:
 
 
 def drain_begins(kinds: Sequence[Kind | None], inputs: Sequence[Collection[int]]) -> int:
-    """The position of the first of the last steps that do nothing but wait for reductions and use these.
+    """Where the drain begins: from this position on, steps only wait for reductions or use their results.
 
     kinds: of steps, None for work that is no step.  inputs: for each step, the positions of the steps whose
     results it needs.

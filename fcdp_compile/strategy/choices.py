@@ -16,7 +16,8 @@ class Scope(Enum):
 class Cache(Enum):
     """Where a gathered node shard waits for its next use; gpu-full: the whole bucket.
 
-    Adaptive: on the GPU while there is room, else on the host; the whole bucket while the GPU has room.
+    Adaptive: of the buckets that have room on the host, those wait on the GPU that have room there, too, and
+    as whole buckets while there is even more.
     """
 
     NONE = "none"

@@ -42,7 +42,7 @@ class Strategy:
     algorithm: of gathers between nodes.
     whole_matrices: whether each trainable matrix has a home node, which owns all its rows (Muon).
     offloads: whether home shards and their gradients are in host memory, where optimizers step; frozen shards
-    that leave the GPU anyway, once the cache has their values, do not count (`buckets.may_leave`).
+    that leave the GPU anyway, once the cache has their values, do not count (`core.params.spec.may_leave`).
 
     Raises: ValueError for a point that is not available.
     """

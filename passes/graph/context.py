@@ -70,8 +70,8 @@ class PassContext:
     nodes, ranks_per_node: the size of the mesh; a `Bucket` has fields with these names that count only the
     ranks that share one copy of the bucket.  node: this rank's node.
     specs: of every parameter of the model, by key.  frozen: keys of the parameters that need no gradient now.
-    known: the buckets that already hold a parameter, by key; for a backward, its forward's bucket is first;
-    for other graphs, only buckets that a forward may use.  next_bucket: the first unused bucket number.
+    known: the buckets that hold a parameter already, by key.  For a backward, its forward's comes first; for
+    other graphs, buckets that only a backward made are left out.  next_bucket: the first unused number.
     uses: of the parameters that the graph gathers, once `bucket` has run; `choose_sources` adds sources.
     reduced: of the parameters whose gradients the graph reduces.
     bucket_bytes: a bucket is full when its gathered parameters take this many bytes; None: a size that suits

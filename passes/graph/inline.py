@@ -17,11 +17,9 @@ from fcdp_compile.torch_compat import (
     FakeTensorMode,
     OpOverload,
     detect_fake_mode,
-    fake_of,
-    graph_module,
-    meta_of,
-    without_modes,
 )
+from fcdp_compile.torch_compat.autograd import without_modes
+from fcdp_compile.torch_compat.graphs import fake_of, graph_module, meta_of
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 """For each op that a compiler does not take, a function that computes it with other ops."""

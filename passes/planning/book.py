@@ -71,7 +71,7 @@ class BucketBook:
         return [mine, *(use for use in found if not use.placement.is_cached)]
 
     def _may_be_cached(self, use: Use) -> bool:
-        """Whether a forward may use the bucket: no graph caches a bucket that a backward made for itself."""
+        """Whether a forward may use the bucket; a bucket that only a backward made never gets a tier."""
         is_uncached = use.bucket.strategy.cache is Cache.NONE
         return is_uncached or use.placement.is_cached or self.is_without_room(use.bucket)
 

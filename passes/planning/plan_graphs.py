@@ -35,8 +35,8 @@ from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
 class Planned:
     """The plan of some graphs, and the lowered graphs.
 
-    memory: of a step with everything on the host that may wait there.  step_memory: the same, for the traced
-    sizes.  backward: the context for
+    memory: predicts a step's memory for any batch size, with everything on the host that may wait there.
+    step_memory: its value for the traced sizes.  backward: the context for
     `plan_accumulation`, which lowers the variants for `no_sync`; None without a backward.  wanting: the
     forward's buckets that the strategy keeps on the host.  without_room: the new buckets among `wanting` that
     found no room.

@@ -28,7 +28,7 @@ from fcdp_compile.plan import Bucket, Kind, Lane
 from fcdp_compile.plan.lane_clocks import Clock, LaneClocks
 from fcdp_compile.runtime.lanes.task_lanes import StreamLane, TaskLane, ThreadLane
 from fcdp_compile.runtime.lanes.tasks import Done, Pending, Run, within
-from fcdp_compile.torch_compat import is_profiling
+from fcdp_compile.torch_compat.autograd import is_profiling
 
 _URGENT = (Lane.INTER, Lane.INTRA)
 """Collectives must not queue behind kernels that fill the whole GPU; copies do not compete with kernels."""

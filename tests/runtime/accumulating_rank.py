@@ -25,7 +25,7 @@ from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.parameters.record import Generations
-from fcdp_compile.torch_compat import backward_number
+from fcdp_compile.torch_compat.autograd import backward_number
 
 CPU = torch.device("cpu")
 NODE = 1  # of two nodes with two ranks each; this rank is at place 0 and has no element of `tiny`

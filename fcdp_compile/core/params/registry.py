@@ -72,6 +72,10 @@ class ParamSpec:
             layout, within = self.part_layout(index), self.inner.within(index)
         return boxes(layout.shape, layout.dim, layout.local_rows(node, place), within)
 
+    def home_device(self, device: torch.device) -> torch.device:
+        """Where home shards and their gradients are on a rank that computes on this device."""
+        return device if self.computes_on is None else torch.device("cpu")
+
     @property
     def home_bytes(self) -> int:
         """Bytes of this rank's home shard."""

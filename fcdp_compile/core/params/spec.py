@@ -3,10 +3,11 @@
     what the user has asked for
     on_hosts           home shards in host memory, if the user wants it or GPUs are full
     fit_strategy       what the number of nodes and ranks leaves of it
-    param_spec         without formats for a matrix with a home node or quantised weight: `ParamSpec.strategy`
-    bucket_strategy    without a copy that frees nothing: `Bucket.strategy`
+    param_spec         `ParamSpec.strategy`: matrices with a home node and quantised weights go unchanged
+    bucket_strategy    `Bucket.strategy`: on one node, no copy on the host that would not free the home shard
 
-No other module changes a strategy after `shard` has assigned one to each parameter.
+No other module changes a strategy after `shard` has assigned one to each parameter.  A bucket has the formats
+that make its dtype smaller (`wire_format`).
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ def _home_shard(
     values = local_part(parameter.detach())
     # A frozen shard that the cache will let leave the device waits on the host from the start.
     is_away = may_leave(spec, is_frozen=not parameter.requires_grad)
-    device = on.torch if spec.computes_on is None else torch.device("cpu")
+    device = spec.home_device(on.torch)
     waits_on = torch.device("cpu") if is_away else device
     if spec.computes_on is not None:
         local = empty_home(spec, on)

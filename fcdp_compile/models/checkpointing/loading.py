@@ -228,9 +228,7 @@ class _Load(Comparison):
         homes = {parameter_name(records[k].spec.name): records[k].to_fill() for k in keys}
         moments = {
             t.name: torch.empty(
-                t.spec.local_shape,
-                dtype=t.dtype,
-                device=device if t.spec.computes_on is None else "cpu",
+                t.spec.local_shape, dtype=t.dtype, device=t.spec.home_device(device)
             )
             for t in self.targets
             if t.name not in homes

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fcdp_compile.backend.options import DEFAULT_THRESHOLD
 from fcdp_compile.cluster.free_memory import HostBudget, Limit
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import Home, fit_strategy, param_spec, with_home
@@ -45,7 +46,6 @@ from fcdp_compile.tools.planner.job import Job
 from fcdp_compile.tools.planner.traced import TracedGraph, TracedModel
 from fcdp_compile.tools.simulator import Collectives, Conditions, SimulatedStep, simulate_step
 
-_THRESHOLD = 0.9  # tau, the default of the backend's option memory_threshold
 _SECOND = 2
 """The second batch size, in multiples of the job's: memory is linear in the batch, so two sizes suffice."""
 
@@ -212,7 +212,7 @@ class _Estimation:
             self._book,
             Room(
                 capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
-                threshold=_THRESHOLD,
+                threshold=DEFAULT_THRESHOLD,
                 taken_bytes=taken_bytes,
                 device_type=DEVICE.type,
                 accumulates=self._job.accumulate > 1,

@@ -2,8 +2,8 @@
 
 Each row of a parameter is written once, even if several ranks have a copy.
 
-A file has blocks of a whole tensor (`core.params.layout.Box`), together a tensor of their own.  The rank
-wants other blocks, for a tensor of its own.
+A file stores some blocks of a tensor (`core.params.layout.Box`), packed as one smaller tensor.  A rank needs
+other blocks.
 
     file  rows 4:8, all columns      want  rows 6:12, all columns  ->  rows 6:8: one run of bytes
     file  rows 4:8, all columns      want  columns 0:3, all rows   ->  rows 4:8, of which columns 0:3 are kept
