@@ -32,7 +32,7 @@ from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
 from fcdp_compile.passes.stamp import stamp
 from fcdp_compile.plan import Bucket, Direction, Placement, Variant
-from fcdp_compile.strategy import PRESETS, Strategy
+from fcdp_compile.strategy import PRESETS, Algorithm, Strategy
 
 aten = torch.ops.aten
 
@@ -100,6 +100,8 @@ def make_context(
 ) -> PassContext:
     """A context; `frozen` holds names.  With one node nothing is cached, as in the runtime."""
     chosen = Strategy.parse(strategy)
+    if where.ranks_per_node == 1:  # as `fit_strategy` does
+        chosen = replace(chosen, algorithm=Algorithm.HIERARCHICAL)
     chosen = chosen if where.nodes > 1 else chosen.on_one_node(where.ranks_per_node)
     return PassContext(
         nodes=where.nodes,

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from fcdp_compile.core.sharding import sharded_class
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.plan import INNER, Direction, Kind, Lane, Plan, Schedule
@@ -192,7 +191,6 @@ def first_of(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-_OWN = sharded_class.__file__  # its forwards call the model's, and so break where these do
 _LINKS = (Lane.INTER, Lane.INTRA, Lane.H2D, Lane.D2H)
 _SHOWN = 5
 _PLACES_SHOWN = 12
@@ -221,8 +219,7 @@ class Explanation:
     strategies: each with the number of its parameters.  passes: of all graphs compiled so far, also those for
     other shapes or modes.  uncovered: names of parameters that are in no compiled graph.
     graph_breaks: the reasons that Dynamo gave in this process, for any model, with their counts.
-    broken_at: where Dynamo lately broke graphs, "FILE:LINE"; a break in an inlined function also shows in its
-    caller.
+    broken_at: where Dynamo broke graphs in this process, "FILE:LINE".
     """
 
     strategies: tuple[tuple[str, int], ...]
@@ -290,7 +287,7 @@ def explain(model: nn.Module) -> Explanation:
         passes=tuple(_pass(plan, schedule) for plan in plans for schedule in plan.schedules),
         uncovered=tuple(s.name for s in specs if s.name not in covered),
         graph_breaks=tuple(graph_breaks().items()),
-        broken_at=tuple(p for p in graph_break_places() if not p.startswith(f"{_OWN}:")),
+        broken_at=tuple(graph_break_places()),
         memory=memory(model),
     )
 

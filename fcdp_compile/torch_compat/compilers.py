@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -16,9 +15,9 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
-from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo import graph_break_reasons, maybe_mark_dynamic
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options
@@ -73,22 +72,9 @@ def graph_breaks() -> dict[str, int]:
 
 
 def graph_break_places() -> list[str]:
-    """Where Dynamo lately broke graphs in this process: "FILE:LINE", in the order of compiling.
-
-    Torch remembers its last 64 compilations.  A break within an inlined call also counts as a break in the
-    calling line.
-    """
-    places: dict[str, None] = {}
-    for frame in get_compilation_metrics():
-        if (resumed := _RESUMED.fullmatch(frame.co_name or "")) is not None:
-            places[f"{frame.co_filename}:{resumed[1]}"] = None
-        if frame.fail_user_frame_filename is not None:
-            places[f"{frame.fail_user_frame_filename}:{frame.fail_user_frame_lineno}"] = None
-    return list(places)
-
-
-_RESUMED = re.compile(r"torch_dynamo_resume_in_.+_at_(\d+)")
-"""Dynamo's name of the code that continues after a break: the function and the line."""
+    """Where Dynamo broke graphs in this process, since its last reset: "FILE:LINE", in order."""
+    stacks = [reason.user_stack for reason in graph_break_reasons if reason.user_stack]
+    return list(dict.fromkeys(f"{stack[-1].filename}:{stack[-1].lineno}" for stack in stacks))
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

@@ -185,6 +185,7 @@ def _forward_within_gate(
 ) -> Callable[..., Any]:
     inner: Callable[..., Any] = cls.forward
 
+    @functools.wraps(inner)
     def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_root:
             self._fcdp_refuse_new_parameters()
@@ -204,7 +205,7 @@ def _forward_within_gate(
         if torch.compiler.is_compiling():
             result = inlined(self, *args, **kwargs)
             return _requiring_grad(self, result) if self._forward_hooks else result
-        gate = _state(self).gate
+        gate: Gate = self._fcdp.gate  # a call of a function would be a frame for Dynamo
         before, gate.inside = gate.inside, True
         try:
             return gate.watch(traced, self, *args, **kwargs)
@@ -304,10 +305,10 @@ def _noted_call(cls: type[nn.Module]) -> Callable[..., Any]:
     inner: Callable[..., Any] = cls.__call__
 
     @functools.wraps(inner)
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return inner(self, *args, **kwargs)
-        state = _state(self)
+        state: ModuleState = self._fcdp
         state.model.unset.refuse("a forward")
         gate = state.gate
         before, gate.is_called = gate.is_called, True
