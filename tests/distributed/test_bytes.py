@@ -240,8 +240,8 @@ _FEW: list[Key] = [
     ("odd", "fcdp", False),
 ]
 _QUICK: list[Key] = [
-    *_ALL[1:3],
-    *(key for key in _EACH if key[1] in ("mics", "zero3")),
+    _ALL[2],
+    *(key for key in _EACH if key[1] == "mics"),
     *_QUANTISED[:2],
     *_ALGORITHMS[:1],
 ]

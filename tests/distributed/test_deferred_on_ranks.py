@@ -161,7 +161,7 @@ _JOBS: dict[str, Job] = {
     "different on meta": _different_on_meta,
 }
 
-_SLOW = ("dora", "a trained head", "llama, ddp", "llama, zero2")
+_SLOW = ("train", "dora", "a trained head", "llama, ddp", "llama, zero2")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -14,6 +14,7 @@ from fcdp_compile.errors import StaleParameterError
 from tests.distributed.beside import Beside, named
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run
+from tests.marks import quick
 
 pytestmark = pytest.mark.distributed
 
@@ -152,24 +153,28 @@ def _attempt(case: Callable[[], str]) -> str:
         return f"wrong: {error}"
 
 
-def _between_all(mesh: DeviceMesh) -> dict[tuple[str, str], dict[str, str]]:
-    return {
-        (name, strategy): _between(mesh, name, strategy)
-        for name in ("odd", "odd-lora")
-        for strategy in STRATEGIES
-    }
+Pair = tuple[str, str]
+"""A model and a strategy."""
+
+_PAIRS = [(name, strategy) for name in ("odd", "odd-lora") for strategy in STRATEGIES]
+_QUICK = ("odd", "zero3"), ("odd-lora", "fcdp")
+
+
+def _between_all(mesh: DeviceMesh, pairs: Sequence[Pair]) -> dict[Pair, dict[str, str]]:
+    return {pair: _between(mesh, *pair) for pair in pairs}
 
 
 @pytest.fixture(scope="module")
-def between() -> list[dict[tuple[str, str], dict[str, str]]]:
-    return run(_between_all, nodes=2, ranks_per_node=2)
+def between(request: pytest.FixtureRequest) -> list[dict[Pair, dict[str, str]]]:
+    items = [i for i in request.session.items if i.path == request.path]
+    given = [i.callspec.params for i in items if isinstance(i, pytest.Function)]
+    asked = dict.fromkeys((params["name"], params["strategy"]) for params in given)
+    return run(_between_all, list(asked), nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["odd", "odd-lora"])
-@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), quick(_PAIRS, *_QUICK))
 def test_a_backward_uses_what_its_forward_saw(
-    between: list[dict[tuple[str, str], dict[str, str]]], name: str, strategy: str
+    between: list[dict[Pair, dict[str, str]]], name: str, strategy: str
 ) -> None:
     """Two forwards and backwards in both orders, two calls in one loss, and a step in between."""
     for rank in between:
@@ -178,20 +183,10 @@ def test_a_backward_uses_what_its_forward_saw(
         assert verdicts["older backward"] == "raised"
 
 
-@pytest.mark.parametrize(
-    ("strategy", "case"),
-    [
-        ("fcdp", "edit"),
-        ("fcdp", "edit and forward"),
-        ("zero++", "edit"),
-        ("zero++", "edit and forward"),
-        ("zero3", "edit"),
-        ("zero3", "edit and forward"),
-    ],
-)
-@pytest.mark.parametrize("name", ["odd", "odd-lora"])
+@pytest.mark.parametrize(("name", "strategy"), quick(_PAIRS, *_QUICK))
 def test_a_silent_write_before_the_backward_is_not_trained_on(
-    between: list[dict[tuple[str, str], dict[str, str]]], name: str, strategy: str, case: str
+    between: list[dict[Pair, dict[str, str]]], name: str, strategy: str
 ) -> None:
     for rank in between:
-        assert rank[name, strategy][case] in ("forward", "raised")
+        for case in ("edit", "edit and forward"):
+            assert rank[name, strategy][case] in ("forward", "raised"), case

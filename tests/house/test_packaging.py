@@ -143,6 +143,7 @@ def test_wheel_declares_backend_and_command(wheel: Path) -> None:
     assert dict(points["console_scripts"]) == {"fcdp": "fcdp_compile.cli:main"}
 
 
+@pytest.mark.slow  # `make release-check` does it, too
 def test_wheel_imports_from_where_it_is_installed(installed: Path, tmp_path: Path) -> None:
     printed = run(sys.executable, "-c", IMPORT_EVERYTHING, cwd=tmp_path, path=installed)
     files = [Path(line.split(maxsplit=1)[1]) for line in printed.splitlines()]

@@ -6,6 +6,7 @@ import importlib
 import logging
 import logging.handlers
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,12 @@ def test_several_graphs_are_one_step() -> None:
 def test_estimates_from_a_kept_trace_are_the_same() -> None:
     for case in ("odd-lora", "broken"):
         fresh = trace(build_of(case), seq=LENGTH, param_dtype=torch.float32)
-        expected = [_estimate(fresh, s, accumulate=2) for s in ("fcdp", "zero3", "ddp")]
+        expected = [_estimate(fresh, s, accumulate=2) for s in ("fcdp", "ddp")]
         saved.save(fresh, case)
         kept = saved.load(case)
         assert kept is not None
         assert kept.params == fresh.params
-        found = [_estimate(kept, s, accumulate=2) for s in ("fcdp", "zero3", "ddp")]
+        found = [_estimate(kept, s, accumulate=2) for s in ("fcdp", "ddp")]
         assert found == expected
 
 
@@ -190,33 +191,37 @@ def test_functions_are_traced_every_time() -> None:
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda file: file.write_bytes(b""),
-        lambda file: file.write_bytes(b"{}\n"),
-        lambda file: file.write_bytes(file.read_bytes()[:-100]),
-        lambda file: file.write_bytes(b"not JSON" + file.read_bytes()),
-        lambda file: file.chmod(0o660),
-        lambda file: file.chmod(0o602),
-        lambda file: file.parent.chmod(0o770),
-        pytest.param(
-            lambda file: os.chown(file, 65534, 65534),
-            marks=pytest.mark.skipif(os.getuid() != 0, reason="needs root to give files away"),
-        ),
-    ],
-    ids=["empty", "another", "short", "garbled", "group", "others", "folder", "owner"],
-)
+_DAMAGES: dict[str, Callable[[Path], object]] = {
+    "empty": lambda file: file.write_bytes(b""),
+    "another": lambda file: file.write_bytes(b"{}\n"),
+    "short": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "garbled": lambda file: file.write_bytes(b"not JSON" + file.read_bytes()),
+    "group": lambda file: file.chmod(0o660),
+    "others": lambda file: file.chmod(0o602),
+    "folder": lambda file: file.parent.chmod(0o770),
+    "owner": lambda file: os.chown(file, 65534, 65534),
+}
+
+
 def test_traces_of_no_use_or_of_others_are_made_again(
-    folder: Path, damage: object, caplog: pytest.LogCaptureFixture
+    folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Source(name="odd", build=build_of("odd"), identity="it")
     traced_model(source, OPTIONS)
     (file,) = folder.glob("*.trace")
-    assert saved.load("it") is not None, "control"
-    damage(file)  # type: ignore[operator]
-    assert saved.load("it") is None
-    assert str(file) in caplog.text
+    intact = file.read_bytes()
+    for name, damage in _DAMAGES.items():
+        if name == "owner" and os.getuid() != 0:
+            continue  # root alone gives files away
+        file.unlink()
+        file.parent.chmod(0o700)
+        file.touch(0o600)
+        file.write_bytes(intact)
+        assert saved.load("it") is not None, "control"
+        caplog.clear()
+        damage(file)
+        assert saved.load("it") is None, name
+        assert str(file) in caplog.text, name
     assert _estimate(traced_model(source, OPTIONS)) == _estimate(traced("odd"))
 
 
@@ -443,6 +448,7 @@ def _sizes(plans: list[Plan]) -> dict[str, int]:
     return {p.name: b.full_bytes for x in plans for b in x.buckets for p in b.params if b.frozen}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_bytes_are_those_of_bitsandbytes() -> None:
     pytest.importorskip("bitsandbytes")
