@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fcdp_compile.core.params.registry import ParamSpec
@@ -25,6 +26,7 @@ from fcdp_compile.runtime.optimizers.hooks import OptimizerHooks, WholeParameter
 from fcdp_compile.runtime.outside import OutsideReads
 from fcdp_compile.runtime.parameters.record import Generations, ParamRecord, Records
 from fcdp_compile.runtime.parameters.unset import Unset
+from fcdp_compile.runtime.progress import CompileProgress
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.runtime.shared_batches import SharedBatches
 
@@ -48,6 +50,7 @@ class ShardedModel:
     ) -> None:
         self.number = number
         self.topology = transport.topology
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.device = device
         self.records = Records(records)
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
@@ -86,6 +89,7 @@ class ShardedModel:
         self.gpu_bytes = gpu_bytes  # of the smallest GPU of all ranks
         self.plans: dict[int, Plan] = {}  # by the number of the graph
         self.bound: dict[int, dict[int, BoundBucket]] = {}  # the buckets of each plan, by number
+        self.progress = CompileProgress(len(self.records), is_shown=is_first)
         self._has_warned_of_given = False
 
     # --- what the traced ops need (registry.Owner) -------------------------------------------------------

@@ -38,6 +38,7 @@ from fcdp_compile.passes.set_apart import set_apart
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.alike import AlikePlans
 from fcdp_compile.runtime.model import ShardedModel
+from fcdp_compile.runtime.progress import CompileProgress
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
 from fcdp_compile.torch_compat.graphs import as_boxed, unwritten_inputs, without_code
@@ -108,6 +109,7 @@ class _Compilation:
         self._first: tuple[BoundGraphs, CompiledPlan] | None = None
         self._plans: AlikePlans | None = None
         self._stages: Stages | None = None if options.dump is None else []
+        self._progress: CompileProgress | None = None  # that of the model, once it is known
 
     def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         compiler = aot_autograd(
@@ -129,6 +131,9 @@ class _Compilation:
                 "(parallelize_module); pad batches to one length and call torch.compile with dynamic=False, "
                 "or cut the model with fcdp_compile.tensor_parallel"
             ) from error
+        finally:
+            if self._progress is not None:
+                self._progress.end()
         return compiled
 
     # --- planning: no communication, nothing runs ---------------------------------------------------------
@@ -138,6 +143,8 @@ class _Compilation:
     ) -> tuple[GraphModule, GraphModule]:
         joint = self._set_apart("joint", joint)
         if (model := _model_of(joint)) is not None:
+            self._progress = model.progress
+            model.progress.plans()
             scales = {id(tensor) for tensor in _scales_of(model)}
             of_weights = {i for i, value in enumerate(self._inputs) if value in scales}
             mark_constant(unwritten_inputs(joint, of_weights))
@@ -169,8 +176,10 @@ class _Compilation:
         """Plan the graphs for the parameters that they were traced with; alike parameters may follow."""
         unplanned = {d: clone(gm) for d, gm in graphs.items()}
         planned = self._unbound(self._stages)
+        self._progress = model.progress
         first = planned.plan(model, graphs, num_fwd_outputs=num_fwd_outputs)
         self._first = planned, first
+        model.progress.compiles(planned.segments)
 
         def plan_others(keys: Mapping[str, str]) -> CompiledPlan:
             graphs = self._unbound(None if self._stages is None else [])
@@ -179,8 +188,10 @@ class _Compilation:
                 alike = {d: renamed(gm, keys) for d, gm in unplanned.items()}
                 with fake_mode(next(iter(alike.values()))):  # as within AOTAutograd
                     bound = graphs.plan(model, alike, num_fwd_outputs=num_fwd_outputs)
+            model.progress.compiles(graphs.segments)
             for direction in unplanned:
                 graphs.bind(bound, direction)
+            model.progress.end()
             return bound
 
         places = {d: shard_places(gm) for d, gm in unplanned.items()}

@@ -177,7 +177,9 @@ def _counting_writes() -> Iterator[None]:
 # equal modules share a trace if their parameters are alike.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_key_of(module: nn.Module, name: str, alike: str) -> str:
-    return _state(module).keys[name]
+    state = _state(module)
+    state.model.progress.traces(state.keys[name])
+    return state.keys[name]
 
 
 def _forward_within_gate(

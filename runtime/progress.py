@@ -1,0 +1,95 @@
+"""Say how far the compilation of a model is, if it takes long."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_SHORT_S = 2.0
+_BETWEEN_LINES_S = 10.0
+
+
+class CompileProgress:
+    """How far Dynamo and the backend are with a model's graphs.
+
+    Once a compilation takes longer than 2 s, rank 0 shows it: in a bar on stderr if tqdm is installed, else
+    in a warning every 10 s.  `FCDP_PROGRESS=0` shows nothing.
+
+    parameters: how many the model has.  is_shown: whether this rank shows anything.  clock: seconds.
+    """
+
+    def __init__(
+        self, parameters: int, *, is_shown: bool, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._parameters = parameters
+        self._is_shown = is_shown and os.environ.get("FCDP_PROGRESS") != "0"
+        self._clock = clock
+        self._forget()
+
+    def _forget(self) -> None:
+        self._began_s: float | None = None
+        self._line_s = -_BETWEEN_LINES_S
+        self._read: set[str] = set()
+        self._compiled = self._segments = 0
+        self._bar: Any = None
+
+    def traces(self, key: str) -> None:
+        """Note that Dynamo traces a read of a parameter."""
+        self._read.add(key)
+        self._show("tracing the model, parameter", len(self._read), self._parameters)
+
+    def plans(self) -> None:
+        """Note that the backend has got a graph, and differentiates, plans and schedules it."""
+        self._show("planning the graph of parameters", len(self._read), self._parameters)
+
+    def compiles(self, segments: int) -> None:
+        """Note that this many segments will be compiled."""
+        self._segments += segments
+        self._show("compiling segment", self._compiled, self._segments)
+
+    def compiled(self) -> None:
+        """Note that a segment is compiled; those of a graph that was compiled before are not counted."""
+        if self._began_s is None:
+            return
+        self._compiled += 1
+        self._show("compiling segment", self._compiled, self._segments)
+
+    def end(self) -> None:
+        """Note that the graph is compiled."""
+        if self._bar is not None:
+            self._bar.close()
+        self._forget()
+
+    def _show(self, what: str, done: int, of: int) -> None:
+        now_s = self._clock()
+        if self._began_s is None:
+            self._began_s = now_s
+        took_s = now_s - self._began_s
+        if not self._is_shown or took_s < _SHORT_S:
+            return
+        if self._bar is None:
+            self._bar = _bar(took_s)
+        if self._bar is not None:
+            self._bar.set_description_str(f"fcdp: {what}", refresh=False)
+            self._bar.n, self._bar.total = done, of
+            self._bar.refresh()
+        elif took_s - self._line_s >= _BETWEEN_LINES_S:
+            self._line_s = took_s
+            log.warning("%s %d of %d, after %.0f s", what, done, of, took_s)
+
+
+def _bar(took_s: float) -> Any:
+    """A bar that vanishes at its end; None if tqdm is not installed."""
+    try:
+        tqdm = importlib.import_module("tqdm").tqdm
+    except ImportError:
+        return None
+    bar = tqdm(bar_format="{desc} {n_fmt}/{total_fmt} [{elapsed}]", leave=False)
+    bar.start_t -= took_s
+    return bar
