@@ -6,7 +6,8 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -48,17 +49,25 @@ class CompileProgress:
         """Note that the backend has got a graph, and differentiates, plans and schedules it."""
         self._show("planning the graph of parameters", len(self._read), self._parameters)
 
-    def compiles(self, segments: int) -> None:
-        """Note that this many segments will be compiled."""
-        self._segments += segments
-        self._show("compiling segment", self._compiled, self._segments)
+    @contextmanager
+    def compiling(self, segments: int) -> Iterator[Callable[[], None]]:
+        """Count segments that the block compiles; yields what the block calls after each.
 
-    def compiled(self) -> None:
-        """Note that a segment is compiled; those of a graph that was compiled before are not counted."""
-        if self._began_s is None:
-            return
-        self._compiled += 1
-        self._show("compiling segment", self._compiled, self._segments)
+        A block that no trace of a forward led to, such as the first backward's, is a compilation of its own.
+        """
+        is_own = self._began_s is None
+        self._segments += segments
+
+        def compiled() -> None:
+            self._compiled += 1
+            self._show("compiling segment", self._compiled, self._segments)
+
+        try:
+            self._show("compiling segment", self._compiled, self._segments)
+            yield compiled
+        finally:
+            if is_own:
+                self.end()
 
     def end(self) -> None:
         """Note that the graph is compiled."""

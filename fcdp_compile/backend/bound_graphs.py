@@ -212,11 +212,6 @@ class BoundGraphs:
 
     # --- compiling ----------------------------------------------------------------------------------------
 
-    @property
-    def segments(self) -> int:
-        """How many segments `bind` compiles, all directions and variants together."""
-        return sum(len(_segments(lowered)) for lowered in self._lowered.values())
-
     def bind(self, bound: CompiledPlan, direction: Direction) -> None:
         """Compile the graphs of one direction, and give the programs to the plan."""
         for of, variant in self._lowered:
@@ -225,19 +220,17 @@ class BoundGraphs:
 
     def _bind(self, bound: CompiledPlan, direction: Direction, variant: Variant) -> None:
         lowered = self._lowered[direction, variant]
+        names = [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
         model = bound.living_model()
         segments = {}
-        for name in _segments(lowered):
-            segments[name] = self._compute.compile(getattr(lowered, name))
-            model.progress.compiled()
+        with model.progress.compiling(len(names)) as compiled:
+            for name in names:
+                segments[name] = self._compute.compile(getattr(lowered, name))
+                compiled()
         buckets = model.bound[bound.plan.graph]
         compile_codecs(lowered, buckets, self._compute, model.device.torch)
         bound.programs[direction, variant] = Program(lowered, segments, number=bound.plan.graph)
         bound.reads[direction, variant] = _read_inputs(lowered)
-
-
-def _segments(lowered: GraphModule) -> list[str]:
-    return [str(n.target) for n in lowered.graph.find_nodes(op="call_module")]
 
 
 def _read_inputs(lowered: GraphModule) -> tuple[int, ...]:

@@ -179,7 +179,6 @@ class _Compilation:
         self._progress = model.progress
         first = planned.plan(model, graphs, num_fwd_outputs=num_fwd_outputs)
         self._first = planned, first
-        model.progress.compiles(planned.segments)
 
         def plan_others(keys: Mapping[str, str]) -> CompiledPlan:
             graphs = self._unbound(None if self._stages is None else [])
@@ -188,10 +187,8 @@ class _Compilation:
                 alike = {d: renamed(gm, keys) for d, gm in unplanned.items()}
                 with fake_mode(next(iter(alike.values()))):  # as within AOTAutograd
                     bound = graphs.plan(model, alike, num_fwd_outputs=num_fwd_outputs)
-            model.progress.compiles(graphs.segments)
             for direction in unplanned:
                 graphs.bind(bound, direction)
-            model.progress.end()
             return bound
 
         places = {d: shard_places(gm) for d, gm in unplanned.items()}
@@ -212,7 +209,10 @@ class _Compilation:
             return as_boxed(_reading(self._compute.compile(gm)))
         planned, first = self._first
         planned.bind(first, direction)
-        if direction is Direction.BACKWARD:
+        if (
+            direction is Direction.BACKWARD
+        ):  # perhaps compiled in the first backward, after the forward has run
+            first.living_model().progress.end()
             return as_boxed(self._plans.backward)
         return as_boxed(partial(self._plans.forward, direction))
 

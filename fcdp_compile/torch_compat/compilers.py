@@ -15,9 +15,9 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
-from torch._dynamo import graph_break_reasons, maybe_mark_dynamic
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.eval_frame import skip_code
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import list_mode_options

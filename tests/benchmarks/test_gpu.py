@@ -255,6 +255,7 @@ THEN = {
 }
 
 
+@pytest.mark.slow
 def test_whatever_happens_to_a_part_the_others_run(tmp_path: Path) -> None:
     parts = [
         GpuPart(

@@ -20,7 +20,6 @@ from tests.distributed.beside import Beside, assert_close, sgd
 from tests.distributed.models import CASES, batch
 from tests.distributed.parity import rank_and_ranks
 from tests.distributed.ranks import run
-from tests.marks import quick
 
 pytestmark = pytest.mark.distributed
 
@@ -305,7 +304,8 @@ def _cleared(mesh: DeviceMesh, place: str) -> None:
     pair.compare_gradients()
 
 
-@pytest.mark.parametrize("place", quick(["gpu", "host"], "host"))
+@pytest.mark.parametrize("place", ["gpu", "host"])
+@pytest.mark.slow
 def test_clearing_gradients_clears_what_waits(place: str) -> None:
     run(_cleared, place, nodes=2, ranks_per_node=2)
 

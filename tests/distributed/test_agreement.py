@@ -56,6 +56,7 @@ def _frozen_on_one_rank(mesh: DeviceMesh) -> str:
     return message_of(FcdpError, lambda: case.loss(net, ids).backward())
 
 
+@pytest.mark.slow
 def test_freezing_on_one_rank_alone_is_found_before_the_next_step() -> None:
     for message in run(_frozen_on_one_rank, nodes=2, ranks_per_node=2):
         assert message.startswith("ranks 0 and 2 compiled different plans")

@@ -21,7 +21,7 @@ from fcdp_compile.errors import CheckpointError, LostRankError
 from fcdp_compile.models.checkpointing.contents import JobObjects as Given
 from fcdp_compile.models.checkpointing.format.disk import Disk
 from fcdp_compile.models.checkpointing.saving import save_on
-from tests.distributed.jobs import WORKS, Verdicts, asked, message_of, run_jobs
+from tests.distributed.jobs import WORKS, Verdicts, asked, message_of, rows, run_jobs
 from tests.distributed.jobs_checkpoint import Job, Noisy, assert_same
 from tests.distributed.models import CASES
 from tests.distributed.ranks import RankError, run
@@ -271,7 +271,7 @@ def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("job", _JOBS)
+@pytest.mark.parametrize("job", rows(_JOBS, slow=["released shards stay away"]))
 def test_checkpoint(verdicts: Verdicts, job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 

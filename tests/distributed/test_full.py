@@ -167,6 +167,7 @@ def test_values_that_are_kept() -> None:
     run(_averages, nodes=2, ranks_per_node=1)
 
 
+@pytest.mark.slow
 def test_in_one_process() -> None:
     _losses(None)
 

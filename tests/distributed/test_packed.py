@@ -19,6 +19,7 @@ from fcdp_compile.errors import ArgumentError, FcdpError
 from fcdp_compile.models.quantised.weight import QuantisedWeight
 from tests.device.choice import is_simulated
 from tests.distributed.ranks import run
+from tests.marks import quick
 from tests.quantised.layers import adapted, loss_of
 
 bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
@@ -100,9 +101,16 @@ CASES = _here(
 )
 
 
-def test_a_quantised_base_trains_as_replicated_and_crosses_the_network_once() -> None:
-    ranks = run(_train, CASES, nodes=2, ranks_per_node=2)
-    for i, (kind, strategy, checkpointed) in enumerate(CASES):
+_FEW = [c for c in CASES if c[0] in ("nf4-nested", "torchao-nf4") and not c[2]]
+_REST = [c for c in CASES if c not in _FEW]
+
+
+@pytest.mark.parametrize("cases", quick([_FEW, _REST], _FEW), ids=["few", "rest"])
+def test_a_quantised_base_trains_as_replicated_and_crosses_the_network_once(
+    cases: list[Case],
+) -> None:
+    ranks = run(_train, cases, nodes=2, ranks_per_node=2)
+    for i, (kind, strategy, checkpointed) in enumerate(cases):
         case = f"{kind} {strategy} checkpointed={checkpointed}"
         losses, sent, slots, packed = ranks[0][i]
         assert losses[-1] < losses[0], case

@@ -150,6 +150,7 @@ def _frozen(mesh: DeviceMesh, folder: str) -> None:
         assert name in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_frozen_base_may_be_left_out(tmp_path: Path) -> None:
     run(_frozen, str(tmp_path), nodes=2, ranks_per_node=2)
 

@@ -201,5 +201,6 @@ def _refused(loop: _Loop, mesh: DeviceMesh) -> None:
 
 
 @distributed
+@pytest.mark.slow
 def test_a_frozen_second_model_may_be_trained_later() -> None:
     run(_second_model, nodes=2, ranks_per_node=1)

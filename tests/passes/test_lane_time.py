@@ -80,6 +80,7 @@ def test_a_frozen_backbone_is_hidden_behind_compute() -> None:
         assert time.total_s <= 1.10 * busiest_s(time)
 
 
+@pytest.mark.slow
 def test_just_in_time_is_not() -> None:
     """The control: a graph without `schedule` exceeds the bound."""
     schedule = gpt(40, scheduled=False)[BACKWARD]

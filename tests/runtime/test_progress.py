@@ -26,10 +26,10 @@ class Clock:
 
 @pytest.fixture
 def without_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusing(name: str, *more: Any) -> Any:
+    def refusing(name: str, package: str | None = None) -> Any:
         if name == "tqdm":
             raise ImportError(name)
-        return _import(name, *more)
+        return _import(name, package)
 
     monkeypatch.setattr(progress.importlib, "import_module", refusing)
 
@@ -39,10 +39,10 @@ def _compile(made: CompileProgress, clock: Clock, took_s: float) -> None:
         made.traces(f"p{k}")
         clock.now_s += took_s / 6
     made.plans()
-    made.compiles(2)
-    for _ in range(2):
-        clock.now_s += took_s / 6
-        made.compiled()
+    with made.compiling(2) as compiled:
+        for _ in range(2):
+            clock.now_s += took_s / 6
+            compiled()
     made.end()
 
 

@@ -98,6 +98,7 @@ awkward = st.builds(
     collectives=st.sampled_from(Collectives),
     split=st.sampled_from([(4,), (1, 3), (1, 1, 2), (1, 1, 1, 1)]),
 )
+@pytest.mark.slow
 def test_nodes_one_by_one_end_when_folded_ones_do(
     schedule: Schedule,
     profile: ClusterProfile,
