@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 _SHORT_S = 2.0
 _BETWEEN_LINES_S = 10.0
+_BETWEEN_LOOKS_S = 0.5  # at a bar
 
 
 class CompileProgress:
@@ -35,7 +36,7 @@ class CompileProgress:
 
     def _forget(self) -> None:
         self._began_s: float | None = None
-        self._line_s = -_BETWEEN_LINES_S
+        self._shown_s = -_BETWEEN_LINES_S
         self._read: set[str] = set()
         self._compiled = self._segments = 0
         self._bar: Any = None
@@ -84,13 +85,15 @@ class CompileProgress:
             return
         if self._bar is None:
             self._bar = _bar(took_s)
-        if self._bar is not None:
-            self._bar.set_description_str(f"fcdp: {what}", refresh=False)
-            self._bar.n, self._bar.total = done, of
-            self._bar.refresh()
-        elif took_s - self._line_s >= _BETWEEN_LINES_S:
-            self._line_s = took_s
+        if took_s - self._shown_s < (_BETWEEN_LINES_S if self._bar is None else _BETWEEN_LOOKS_S):
+            return
+        self._shown_s = took_s
+        if self._bar is None:
             log.warning("%s %d of %d, after %.0f s", what, done, of, took_s)
+            return
+        self._bar.set_description_str(f"fcdp: {what}", refresh=False)
+        self._bar.n, self._bar.total = done, of
+        self._bar.refresh()
 
 
 def _bar(took_s: float) -> Any:
