@@ -50,7 +50,6 @@ class ShardedModel:
     ) -> None:
         self.number = number
         self.topology = transport.topology
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.device = device
         self.records = Records(records)
         self.strategies = tuple(dict.fromkeys(r.spec.strategy for r in self.records.values()))
@@ -89,6 +88,7 @@ class ShardedModel:
         self.gpu_bytes = gpu_bytes  # of the smallest GPU of all ranks
         self.plans: dict[int, Plan] = {}  # by the number of the graph
         self.bound: dict[int, dict[int, BoundBucket]] = {}  # the buckets of each plan, by number
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.progress = CompileProgress(len(self.records), is_shown=is_first)
         self._has_warned_of_given = False
 

@@ -209,10 +209,7 @@ class _Compilation:
             return as_boxed(_reading(self._compute.compile(gm)))
         planned, first = self._first
         planned.bind(first, direction)
-        if (
-            direction is Direction.BACKWARD
-        ):  # perhaps compiled in the first backward, after the forward has run
-            first.living_model().progress.end()
+        if direction is Direction.BACKWARD:
             return as_boxed(self._plans.backward)
         return as_boxed(partial(self._plans.forward, direction))
 

@@ -177,7 +177,8 @@ class Bucket:
 class Placement:
     """Where a bucket and its gradients wait; this may differ by rank.
 
-    Each rank chooses between the GPU and the host for itself, but on all ranks something waits, or on none.
+    Whether anything waits is the same on all ranks; each rank chooses for itself between the GPU and the
+    host.
 
     bucket: its number. tier: where its copy waits between its uses. gradient_tier: where gradients of
     micro-batches wait for the micro-batch that synchronises; none: each is reduced to the home shards. why:

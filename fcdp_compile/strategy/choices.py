@@ -16,8 +16,8 @@ class Scope(Enum):
 class Cache(Enum):
     """Where a gathered node shard waits for its next use; gpu-full: the whole bucket.
 
-    Adaptive: of the buckets that have room on the host, those wait on the GPU that have room there, too, and
-    as whole buckets while there is even more.
+    Adaptive: a bucket for which the host has no room is not kept.  Any other bucket waits on the GPU while
+    the GPU has room, else on the host; on the GPU it waits as a whole bucket while there is room for that.
     """
 
     NONE = "none"

@@ -176,7 +176,7 @@ class Strategy:
     def accumulates_on(self) -> GradientOn | None:
         """Where gradients of micro-batches wait; None if each is reduced to the home shards.
 
-        Auto only if cached node shards may be on the host, too.
+        "auto" means the GPU if the strategy keeps no node shards on the host.
         """
         if self.gradient is Scope.GLOBAL:
             return None

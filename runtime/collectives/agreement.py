@@ -57,11 +57,10 @@ def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> l
 class Question:
     """Flags that any rank may raise, and an act that all ranks must be about to do.
 
-    All ranks must ask, with equally many flags; the words travel until the answer is read.  Messages of
-    one length for all acts: ranks that are about to do different things must not meet in messages of
-    different sizes.
-    Each rank sends a hash of its act and the hash's complement; if all ranks send the same, the bitwise ors
-    of both have no bit in common.
+    All ranks must ask, with equally many flags; the words travel until the answer is read.  The length of a
+    message does not depend on the act: ranks that are about to do different things must not meet in messages
+    of different sizes.  Each rank sends a hash of its act and the hash's complement; if all ranks send the
+    same, the bitwise ors of both have no bit in common.
 
     act: what the rank is about to do, such as "gathers parameter 'head.weight'".  what: names the question,
     for the error if a rank does not join.

@@ -1,6 +1,6 @@
 """Gradients of micro-batches that wait for the one that synchronises, as within `fcdp_compile.no_sync`.
 
-With a strategy whose gradients wait within the node; others let whole gradients wait, before any reduction.
+A strategy says whether gradients wait whole, before any reduction, or after the reduction within the node:
 
     accumulating backward   pack [G*S] -> reduced within the node [N*S] -> + waiting sum -> waits
     collecting backward     pack [G*S] -> reduced within the node [N*S] -> + waiting sum -> inter -> .grad
