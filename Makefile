@@ -32,6 +32,8 @@ SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 
 # Four ranks on few cores: more threads a rank would only take turns.
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes.  Without bytecode on disk, each compiles all of the source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-rare test-all bench gpu versions peers release-check docs lint format types clean

@@ -18,6 +18,8 @@ from builders_planner import make_profile
 from fcdp_compile.cli import main
 from fcdp_compile.cli.plan import add_job_arguments
 from fcdp_compile.cluster.profile import write_profile
+from fcdp_compile.strategy import PRESETS
+from tests.marks import quick
 
 ROW = [
     "strategy",
@@ -138,13 +140,16 @@ def _rows(text: str) -> dict[str, dict[str, Any]]:
 # Plans.
 
 
-def test_a_table(run: Run) -> None:
-    code, out, _ = run("plan", model="gpt.json")
+@pytest.mark.parametrize(
+    "strategies", quick([[], ["--strategy", "zero3,fcdp"]], ["--strategy", "zero3,fcdp"])
+)
+def test_a_table(run: Run, strategies: list[str]) -> None:
+    code, out, _ = run("plan", *strategies, model="gpt.json")
     assert code == 0
     assert out.startswith("2 x 2 ranks (N x g) of by hand, batch 1 a GPU; ")
     header, _, *rows = out.split("\n\n")[1].splitlines()
     assert header.split()[:2] == ["strategy", "fits"]
-    assert {row.split()[0] for row in rows} >= {"ddp", "zero3", "fcdp"}
+    assert {row.split()[0] for row in rows} >= {"zero3", "fcdp", *(() if strategies else PRESETS)}
     assert out.rstrip().endswith(".")
 
 

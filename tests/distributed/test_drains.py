@@ -21,7 +21,7 @@ from fcdp_compile import devices
 from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.core.params.seals import seal
 from tests.distributed.beside import Beside, named
-from tests.distributed.jobs import WORKS, Job, Verdicts, asked, run_jobs
+from tests.distributed.jobs import WORKS, Job, Verdicts, asked, rows, run_jobs
 from tests.distributed.models import CASES
 from tests.distributed.ranks import run
 
@@ -308,6 +308,6 @@ def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=1)
 
 
-@pytest.mark.parametrize("job", _JOBS)
+@pytest.mark.parametrize("job", rows(_JOBS, slow=[job for job in _JOBS if "zero3" in job]))
 def test_seals_and(verdicts: Verdicts, job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 2

@@ -280,7 +280,7 @@ def verdicts(request: pytest.FixtureRequest) -> Verdicts:
     return run_jobs(asked(request, _JOBS), nodes=2, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("job", rows(_JOBS, slow=_JOBS.keys() - {"between forward and backward"}))
+@pytest.mark.parametrize("job", rows(_JOBS, slow=_JOBS))
 def test_released_shards_and(verdicts: Verdicts, job: str) -> None:
     assert [v[job] for v in verdicts] == [WORKS] * 4
 

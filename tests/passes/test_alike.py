@@ -19,6 +19,7 @@ from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
 from fcdp_compile.plan import Direction
 from fcdp_compile.strategy import PRESETS, Cache, Strategy
+from tests.marks import quick
 
 SHAPES = {"w": (12, 4), "bias": (12,), "adapter": (4, 8)}
 FROZEN = ("w", "bias")
@@ -110,7 +111,9 @@ def _alike(layers: Layers, frozen: tuple[str, ...] = FROZEN) -> tuple[Planned, C
     )
 
 
-@pytest.mark.parametrize("where", [Where(), Where(ranks_per_node=1), Where(nodes=1)])
+@pytest.mark.parametrize(
+    "where", quick([Where(), Where(ranks_per_node=1), Where(nodes=1)], Where())
+)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 def test_the_same_plan_and_graphs_as_by_the_passes(
