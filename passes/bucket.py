@@ -51,10 +51,10 @@ def bucket(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
 
 
 def _reusable(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
-    """The known buckets that serve these parameters.
+    """The known buckets that serve these parameters, if they are frozen or trained as before.
 
-    A cached bucket serves any of its parameters.  A bucket that this graph must gather serves only if the
-    graph reads all of its parameters, and none of them has another bucket.
+    A bucket that this graph loads serves any of its parameters.  A bucket that it gathers serves only if the
+    graph reads all of its parameters, and none of them got another bucket here.
     """
     by_name = {ctx.specs[k].name: k for k in keys}
     found: dict[str, Use] = {}

@@ -218,9 +218,9 @@ def _set_outputs(graph: Graph, outputs: list[Any]) -> None:
 
 
 def _save_shards(fw: Graph, bw: Graph, num_fwd_outputs: int) -> None:
-    """Let the backward compute what is made of parameters, from shards that the forward saves instead.
+    """Let the forward save shards, not values made of parameters; the backward makes these values again.
 
-    saved: cast(unshard(w)), x   ->   saved: w's shard, x;   the backward begins with cast(unshard(shard))
+    saved: cast(unshard(w)), x   ->   saved: w's shard, x;   backward: cast(unshard(shard)), before its use
     """
     derived = _made_of_parameters(fw)
     outputs = _outputs(fw)

@@ -207,11 +207,12 @@ class CompiledPlan:
         return model
 
     def _prepare(self, model: ShardedModel, *, accumulates: bool, is_given: bool) -> Variant:
-        """Agree with the other ranks, make copies valid that no graph makes valid, and choose the variant.
+        """Agree with the other ranks, gather the stale copies that this graph only loads, choose the variant.
 
-        cold   all kept buckets of the graph are stale: the graph gathers and stores them
-        warm   none is: the graph loads them.  If only some are stale, those are gathered here first, because
-               the cold graph would gather the valid buckets again
+        given  a rank has other values
+        cold   the strategy keeps nothing for the next forward, or all buckets that the cold graph stores are
+               stale
+        warm   else; stale buckets are gathered here first
 
         is_given: whether this rank was given other values than the model's own.
         """

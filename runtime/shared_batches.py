@@ -45,7 +45,7 @@ class SharedBatches:
             if any(other != marks[0] for other in marks):
                 raise ArgumentError(
                     f'{ranks_named(ranks)} share parameters ("tp") but got different batches; give all ranks '
-                    "of a group the same batches, for example by a sampler with rank // tp as its rank"
+                    "of a group the same batches, for example: use rank // tp as the sampler's rank"
                 )
 
 

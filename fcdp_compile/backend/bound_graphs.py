@@ -198,9 +198,9 @@ class BoundGraphs:
             bound.plan, graphs = plan_accumulation(bound.plan, backward, book, ctx, self._stages)
         model.host_memory.planned_bytes = book.host_bytes
         self._lowered |= graphs
+        model.add_plan(bound.plan)
         for direction, variant in graphs:
             self._bind(bound, direction, variant)
-        model.add_plan(bound.plan)
         self._show(bound.plan, again=True)
 
     def _add_given(self, bound: CompiledPlan) -> None:

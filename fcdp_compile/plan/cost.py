@@ -1,4 +1,4 @@
-"""The costs of steps: links, compute, and the times of a schedule on its five lanes.
+"""The costs of steps: links and compute; the records of the times of a schedule on its five lanes.
 
 Arithmetic only; speeds come from the user, a measurement or the defaults below.
 """

@@ -96,8 +96,8 @@ def find_reductions(graph: Graph) -> list[Reduction]:
 def _gather(wait: Node, chain: list[Node]) -> Gather:
     """The gather that ends with a wait; chain: its steps, in order.
 
-    What is stored, the node shard, depends on the sizes: the home buffer with one node (`before`), the result
-    of the first step (`early`), or the result of the last step with one rank per node (`last`).
+    The node shard is what is stored: with one node the home buffer (`before`), with one rank per node the
+    result of the only step (`last`), else the result of the first step (`early`).
     """
     before = [s for n in chain[0].all_input_nodes if (s := _next(n, (ops.store,))) is not None]
     early = [s for n in chain[:-1] if (s := _next(n, (ops.store,))) is not None]

@@ -84,8 +84,8 @@ def choose_tiers(
 
     Node shards go first; the first of them saves the most bytes on the bus for each byte and position that
     it takes.  If all node shards fit, whole buckets follow; the first of them saves the most bytes on the
-    node's own links.  The choice ends at the first that does not fit, so that more memory never makes a
-    bucket wait farther away.  If not even the step without a cache fits, everything is on the host, and the
+    node's own links.  The choice stops at the first misfit: with more memory no bucket then waits farther
+    away.  If not even the step without a cache fits, everything is on the host, and the
     device memory is ZeRO-3's.
 
     alive_bytes: bytes in use at each position of a step with everything on the host.  static_bytes: further

@@ -35,7 +35,7 @@ from fcdp_compile.plan import Bucket, Direction, Plan, Schedule, Tier, Variant
 class Planned:
     """The plan of some graphs, and the lowered graphs.
 
-    memory: predicts a step's memory for any batch size, with everything on the host that may wait there.
+    memory: predicts a step's memory for any batch size, before anything moves to the GPU.
     step_memory: its value for the traced sizes.  backward: the context for
     `plan_accumulation`, which lowers the variants for `no_sync`; None without a backward.  wanting: the
     forward's buckets that the strategy keeps on the host.  without_room: the new buckets among `wanting` that
@@ -146,9 +146,9 @@ def plan_accumulation(
     ctx: `Planned.backward`.
     """
     ctx = book.fit_gradients(ctx)
-    without = {u.bucket.id for u in ctx.reduced.values() if not u.placement.accumulates}
+    accumulated = {u.bucket.id for u in ctx.reduced.values() if u.placement.accumulates}
     placements = {
-        p.bucket: replace(p, gradient_tier=Tier.NONE) if p.bucket in without else p
+        p.bucket: p if p.bucket in accumulated else replace(p, gradient_tier=Tier.NONE)
         for p in plan.placements
     }
     graphs: dict[Key, GraphModule] = {}

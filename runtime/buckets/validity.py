@@ -123,9 +123,8 @@ class Validity:
     def notice(self, buckets: Sequence[BoundBucket]) -> None:
         """Give a new generation to parameters of these buckets that may have changed since the last call.
 
-        Buckets that every rank has whole are skipped, as they are never gathered again: autograd has saved
-        their parameters for the backward, and sees every change except those by optimizers, which change
-        generations.
+        Buckets that every rank has whole are skipped, as they are never gathered again.  Autograd catches all
+        writes to their parameters but the optimizer's, and an optimizer's step changes generations.
         """
         keys = dict.fromkeys(k for b in buckets if b.bucket.ranks > 1 for k in b.keys)
         if found := self._seals.changed({key: self._records[key].parameter() for key in keys}):

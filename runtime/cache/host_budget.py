@@ -45,7 +45,7 @@ class HostMemory:
     planned_bytes: how many bytes the plans of the model's graphs take.  unplanned_bytes: what other copies
     take (`runtime.outside`) and what was booked; later plans leave room for them.
     home_bytes: of home shards and not in slabs (`parameters.home_memory`).
-    freed_bytes: what of it this rank no longer needs; all ranks do not know that before the next `book`.
+    freed_bytes: freed on this rank and not yet agreed; the next `book` agrees on it.
 
     Models on one mesh share host memory, the user's number too: subtract what each other model has planned.
     Memory that another model already uses is part of its plan, so it first counts as free.  A model that is

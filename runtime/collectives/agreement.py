@@ -36,7 +36,7 @@ class About:
     digest: str
     mode: str
     describe: Callable[[], str]
-    question: str = "the agreement on the plan and on what is stale"
+    question: str = "the plan check"
 
 
 def any_rank(collectives: Collectives, about: About, flags: Sequence[bool]) -> list[bool]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fcdp_compile.plan import Kind
 
 AGREE = "agree"
-"""Counter of the small messages by which ranks agree on a plan and on what is stale; not a plan step."""
+"""Counter of the small messages of the plan check; not a plan step."""
 
 EXCHANGE = "exchange"
 """Counter of the all-to-alls within a node by which an optimizer gets whole matrices; not a plan step."""

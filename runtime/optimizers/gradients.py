@@ -44,7 +44,7 @@ _Params = tuple[str, ...]
 class _Waiting:
     """kept: the sum so far, rows of slots of the parameters.  slab: the same tensor if it is on the host.
 
-    Compute is ordered after the sum: the graph that let it wait has waited for it.
+    Compute has already waited for the sum.
     """
 
     kept: Tensor

@@ -74,7 +74,7 @@ class OptimizerHooks:
     """Checks before a step and notes after it, on every optimizer of the process while this object lives.
 
     whole: the parameters that are whole for a while, by key.
-    accumulates_elsewhere: whether `no_sync` would let gradients wait on several nodes, but does not here.
+    accumulates_elsewhere: whether the strategy accumulates, but only on larger meshes.
     """
 
     def __init__(

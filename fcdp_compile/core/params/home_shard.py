@@ -246,11 +246,12 @@ class HomeShard(Sharded):
         _released.pop(storage_id(held), None)
 
     def _given_local(self) -> Tensor:
-        """The attribute `_local_tensor`: the local shard, for whoever may keep it and write to it later.
+        """The attribute `_local_tensor`.
 
-        So the seal is broken, and the shard holds an alias from now on: then the tensor that was handed out
-        counts as another user of the memory ([Note: released shards]).  While the model is being called,
-        only guards read the attribute, and get the tensor as it is.
+        Who reads it may keep it and write to it, so reading breaks the seal.  The shard goes on with an alias
+        of its own, so that the tensor given away counts as another user of the memory, and the shard is not
+        released under it ([Note: released shards]).  While the model is called, only guards read the
+        attribute: they get the tensor itself.
         """
         if self._gate is not None and self._gate.is_called:
             return self.held

@@ -15,12 +15,14 @@ Results of ops on HomeTensors are HomeTensors.
 An op on sharded tensors runs in the first of these ways that applies:
 
 1. A detach of a late gradient stays late.  Every other op breaks the seals of what it may write to.
-2. GradScaler's op has its own rule.  A write to a copy that only looks like a view is refused.
-3. Reshapes in place.
+2. GradScaler's op has its own rule.
+3. An op that changes a tensor's shape in place has its own rule (`_reshape_in_place`).
 4. The op needs the local shards alone (`run_locally`).
 5. The op draws random numbers, takes elements out, or meets plain tensors: it runs on whole tensors.
 6. DTensor has no rule for it, or its rule fails on shards like these: it runs on whole tensors.
 7. DTensor's rule.
+
+A write to a copy that only looks like a view is refused.
 """
 
 from __future__ import annotations

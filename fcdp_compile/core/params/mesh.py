@@ -59,7 +59,7 @@ class Topology:
     [Note: groups of our own] Where collectives block, threads begin them, and if members of a group begin its
     collectives in different orders, the group silently mixes them up.  So inter and intra are then not the
     mesh's own groups, in which the Python thread communicates for DTensors and for the user.  Models on one
-    mesh share these groups and the lanes that use them (`runtime.lanes.Lanes.shared`).
+    mesh share these groups and the lanes that use them (`runtime.lanes.lanes.Lanes.shared`).
     """
 
     nodes: int

@@ -161,8 +161,7 @@ def param_spec(
 def bucket_strategy(spec: ParamSpec, *, is_frozen: bool) -> Strategy:
     """The strategy of a parameter's bucket.
 
-    On one node, where a home shard is its own node shard, a copy on the host is of use only if the home shard
-    then leaves the device.
+    On one node the home shard is the node shard: cache it on the host only to free the shard.
     """
     strategy = spec.strategy
     is_copy = spec.layout.nodes > 1 or not strategy.keeps_on_host

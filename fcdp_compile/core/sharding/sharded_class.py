@@ -102,9 +102,9 @@ def _saving(inner: Callable[..., Any]) -> Callable[..., Any]:
 def _gathering_property(name: str) -> property:
     """The attribute of a sharded parameter.
 
-    Outside of the model's forward it is the parameter.  Within, it is the gathered parameter: already whole
-    within `gathered`; else gathered by the op `UNSHARD`, once its class and cut are checked; traced, with the
-    key that Dynamo takes for a constant; eager, with a note for the backward of what was read.
+    traced   gathered by the op `UNSHARD`; Dynamo takes the key for a constant
+    eager    outside of the forward, and of a recomputation, the parameter itself; within `gathered`, the
+             parameter, which is whole; else gathered by `UNSHARD`, and noted for the backward
     """
 
     # Dynamo traces a call of this function for every read: it calls little, and reads few objects.

@@ -173,7 +173,7 @@ def _applied(base: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, st
 
 
 def _compute_with_parts(base: nn.Module, rules: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Let linear layers compute with plain tensors (`models.parallel.linear`)."""
+    """Let linear layers compute with plain tensors."""
     tensors = require("transformers.distributed.tensor_parallel", "tensor_parallel")
     modules = dict(base.named_modules())
     for name, rule in rules.items():

@@ -1,6 +1,6 @@
 """Measure the cluster that this process is a rank of: `fcdp probe`, under torchrun or alone.
 
-    torchrun's environment -> mesh -> times (`runtime.probing`) -> links (`link_fit`) -> profile (`cluster`)
+    torchrun's environment -> mesh -> times (`timings`) -> links (`link_fit`) -> profile (`cluster`)
 
 Every rank runs the probe; the first rank writes the profile.
 """
