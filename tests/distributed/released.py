@@ -9,8 +9,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fcdp_compile.core.params import seals
 from fcdp_compile.core.params.home_shard import HomeShard
-from fcdp_compile.core.params.seals import seal
 from fcdp_compile.runtime.buckets import validity
 from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, Case
@@ -49,10 +49,10 @@ def make_pair(mesh: DeviceMesh, case: str | Case = "odd-lora", **more: Any) -> B
 def counting_fingerprints() -> Iterator[list[str]]:
     """Record each fingerprint of the block: "broken" if a seal breaks, "compared" for a comparison."""
     taken: list[str] = []
-    one, several = seal.fingerprint, validity.fingerprints
-    seal.fingerprint = lambda tensors: (taken.append("broken"), one(tensors))[1]  # type: ignore[attr-defined]
+    one, several = seals.fingerprint, validity.fingerprints
+    seals.fingerprint = lambda tensors: (taken.append("broken"), one(tensors))[1]  # type: ignore[attr-defined]
     validity.fingerprints = lambda groups: (taken.append("compared"), several(groups))[1]  # type: ignore[attr-defined]
     try:
         yield taken
     finally:
-        seal.fingerprint, validity.fingerprints = one, several  # type: ignore[attr-defined]
+        seals.fingerprint, validity.fingerprints = one, several  # type: ignore[attr-defined]
