@@ -26,6 +26,7 @@ from fcdp_compile.core.params import registry
 from fcdp_compile.core.params.home_shard import bring_back_inputs
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.mesh import process_count
+from fcdp_compile.core.sharding.layers import COMPILES_LAYERS
 from fcdp_compile.core.sharding.refusals import is_ignored
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
 from fcdp_compile.models.quantised.weight import QuantisedWeight
@@ -72,6 +73,9 @@ def fcdp(
     if settings:  # a mode needs Inductor, even if ATen's kernels are the default
         checked = replace(checked, compute=checked.compute or "inductor")
     return _Compilation(checked, example_inputs, settings).compile(gm, example_inputs)
+
+
+setattr(fcdp, COMPILES_LAYERS, True)
 
 
 def _gathers(gm: GraphModule) -> bool:

@@ -18,7 +18,14 @@ from fcdp_compile.strategy import Strategy
 BACKEND = "fcdp"
 """The backend's name for `torch.compile`."""
 
-_OF_SHARD = ("strategy", "param_dtype", "reduce_dtype", "gradient_on", "module_strategies")
+_OF_SHARD = (
+    "strategy",
+    "param_dtype",
+    "reduce_dtype",
+    "gradient_on",
+    "module_strategies",
+    "layers",
+)
 """The options that are arguments of `fcdp_compile.shard`."""
 
 
@@ -26,7 +33,8 @@ _OF_SHARD = ("strategy", "param_dtype", "reduce_dtype", "gradient_on", "module_s
 class FcdpOptions:
     """How an integration shards and compiles the models that it is given.
 
-    strategy, param_dtype, reduce_dtype, gradient_on, module_strategies: as `fcdp_compile.shard` takes them.
+    strategy, param_dtype, reduce_dtype, gradient_on, module_strategies, layers: as `fcdp_compile.shard` takes
+    them.
     nodes, cp, tp: as `fcdp_compile.make_mesh` does; by default torchrun's nodes.  With cp > 1, models get
     `fcdp_compile.context_parallel`, with tp > 1, `fcdp_compile.tensor_parallel`.
     dynamic: as `torch.compile` takes it.
@@ -49,6 +57,7 @@ class FcdpOptions:
     reduce_dtype: torch.dtype | None = None
     gradient_on: str | None = None
     module_strategies: Mapping[str, str | Strategy] | None = None
+    layers: Literal["inline", "shared"] = "inline"
     dynamic: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     companion_strategy: str | Strategy | None = None

@@ -16,7 +16,9 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.eval_frame import skip_code
+from torch._dynamo import skip_frame as _run_in_python
+from torch._dynamo.eval_frame import innermost_backend, skip_code
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
@@ -47,6 +49,26 @@ def skip_frames_below(function: F) -> F:
     return function
 
 
+skip_this_frame = _run_in_python
+"""Where Dynamo traces a call of it, Python runs the frame that Dynamo began with, and all later frames of
+that code.  Dynamo then looks at the frames of the functions that it calls."""
+
+
+def may_skip_frame() -> bool:
+    """Whether the frame that Dynamo traces now can be run by Python instead.
+
+    Not with `fullgraph=True`, nor while Dynamo traces a region of the graph, such as a checkpointed function.
+    """
+    tx = InstructionTranslator.current_tx()
+    return not tx.one_graph and tx.output.current_tracer.parent is None
+
+
+def tracing_backend() -> Any:
+    """The backend that Dynamo traces for now, as it was given to torch.compile or registered."""
+    backend = innermost_backend(InstructionTranslator.current_tx().output.compiler_fn)
+    return getattr(backend, "compiler_fn", backend)  # of torch.compile's own wrapper
+
+
 def own_recompiles(limit: int) -> dict[str, Any]:
     """Arguments of torch.compile that let a call recompile `limit` times, whatever other calls compile.
 
@@ -63,10 +85,15 @@ def make_dynamic(tensor: Tensor, dim: int) -> None:
 
 
 def graph_breaks() -> dict[str, int]:
-    """The first line of each reason for which Dynamo broke a graph in this process, and how often."""
+    """The first line of each reason for which Dynamo broke a graph in this process, and how often.
+
+    Frames that run in Python because they asked for it (`skip_this_frame`) are no breaks.
+    """
     found: dict[str, int] = {}
     for reason, count in counters["graph_break"].items():
         first = str(reason).strip().splitlines()[0]
+        if first.startswith("Call to `torch._dynamo.skip_frame()`"):
+            continue
         found[first] = found.get(first, 0) + int(count)
     return found
 

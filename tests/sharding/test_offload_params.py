@@ -7,7 +7,7 @@ import torch
 
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.core.params.spec import Home, on_hosts, param_spec
-from fcdp_compile.core.sharding.refusals import check_offload
+from fcdp_compile.core.sharding.refusals import check_choices
 from fcdp_compile.core.sharding.shard import fills
 from fcdp_compile.strategy import Strategy
 
@@ -41,7 +41,7 @@ def test_what_fills_a_gpu(strategy: str, is_frozen: bool, bytes_of_8_elements: i
 @pytest.mark.parametrize("value", [1, 0, None, "yes"])
 def test_what_is_no_choice(value: object) -> None:
     with pytest.raises(ValueError, match="offload_params must be True, False or 'auto', not"):
-        check_offload(value)
+        check_choices(value, "inline")
 
 
 def test_strategies_without_home_shards_stay() -> None:
@@ -54,3 +54,9 @@ def test_strategies_without_home_shards_stay() -> None:
     }
     with pytest.raises(ValueError, match="keeps all parameters on every rank"):
         on_hosts(given, MESH)
+
+
+@pytest.mark.parametrize("value", [True, None, "apart"])
+def test_what_is_no_choice_of_layers(value: object) -> None:
+    with pytest.raises(ValueError, match="layers must be 'inline' or 'shared', not"):
+        check_choices(False, value)

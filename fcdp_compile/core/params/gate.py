@@ -36,24 +36,27 @@ class Gate:
 
     is_called: whether the model itself is being called, compiled or not, which begins before Dynamo checks
     its guards.
+    has_layers: whether equal layers are compiled by themselves (`core.sharding.layers`); False until Dynamo
+    reaches the first of them.
     anchor: requires a gradient, and never gets one.  reads: what the forward that Python runs has gathered.
     """
 
     def __init__(self) -> None:
         self.inside = False
         self.is_called = False
+        self.has_layers = False
         self.anchor = torch.zeros((), device="cpu", requires_grad=True)
         self.reads: list[Read] | None = None
 
     def watch(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward, and refuse writes to the parameters that it gathers; graphs have their own check."""
-        before = self.reads
+        before = self.inside, self.reads
         reads: list[Read] = []
-        self.reads = reads
+        self.inside, self.reads = True, reads
         try:
             result = forward(*args, **kwargs)
         finally:
-            self.reads = before
+            self.inside, self.reads = before
         for read in reads:
             if read.counter._version != read.version:
                 raise lost_write(read.key, f"in {forward.__qualname__}")

@@ -300,13 +300,15 @@ def _check_cut(module: nn.Module, cut: Cut) -> None:
         )
 
 
-def check_offload(offload_params: object) -> None:
-    """Refuse unknown values of the argument.
+def check_choices(offload_params: object, layers: object) -> None:
+    """Refuse unknown values of these arguments.
 
     Raises: ArgumentError.
     """
     if not isinstance(offload_params, bool) and offload_params != "auto":
         raise ArgumentError(f"offload_params must be True, False or 'auto', not {offload_params!r}")
+    if layers not in ("inline", "shared"):
+        raise ArgumentError(f"layers must be 'inline' or 'shared', not {layers!r}")
 
 
 def check_home_nodes(matrices: Sequence[nn.Parameter], tp: DeviceMesh | None) -> None:

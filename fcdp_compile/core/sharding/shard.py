@@ -33,13 +33,14 @@ from fcdp_compile.core.params.spec import (
 )
 from fcdp_compile.core.ranks.inner_mesh import data_mesh
 from fcdp_compile.core.sharding.assignment import adapted, assign, chosen_strategy
+from fcdp_compile.core.sharding.layers import StackRole, roles
 from fcdp_compile.core.sharding.loads import watch_loads
 from fcdp_compile.core.sharding.refusals import (
     Dtypes,
+    check_choices,
     check_home_nodes,
     check_inner_dims,
     check_model,
-    check_offload,
     dtypes_of_statistics,
     ignore,
 )
@@ -86,12 +87,12 @@ def shard(
     ignored_params: Iterable[nn.Parameter] = (),
     buffer_dtype: torch.dtype | None = None,
     offload_params: bool | str = False,
+    layers: str = "inline",
 ) -> M:
     """Shard `model` in place over all ranks of `mesh` and return it.
 
     Every parameter becomes a DTensor `nn.Parameter` that holds this rank's part; names, ties and
     requires_grad stay.  If values differ between ranks, rank 0's are taken.  Build the optimizer afterwards.
-
     The model may be on the host: only this rank's parts and the buffers are copied to the mesh's GPU.
 
     Parameters may be on meta, the same ones on every rank; until `materialize`, `load_pretrained` or
@@ -112,11 +113,12 @@ def shard(
     buffer_dtype: the dtype that floating point buffers are cast to now; by default they stay as they are.
     offload_params: True: keep home shards, gradients and so optimizer states in host memory, where optimizers
     step; "auto": do so if they take more than three quarters of the smallest GPU of all ranks.
+    layers: "inline"; or "shared": equal layers share a trace and its code (`core.sharding.layers`).
 
     Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
     """
-    check_offload(offload_params)
+    check_choices(offload_params, layers)
     root, dtypes = model_of(model), Dtypes(param_dtype, reduce_dtype, buffer_dtype)
     check_inner_dims(root, mesh)
     given, mesh = mesh, None if mesh is None else data_mesh(mesh)
@@ -130,7 +132,7 @@ def shard(
         strategies = assign(root, names, chosen, module_strategies or {})
         state, records = _new_state(root, names, strategies, topology, dtypes, offload_params)
         agree_on_model(root, state, records, ignored, dtypes)
-    _install(root, state, records, dtypes, given)
+    _install(root, state, records, dtypes, given, are_shared=layers == "shared")
     return model
 
 
@@ -282,12 +284,18 @@ def _install(
     records: dict[nn.Parameter, ParamRecord],
     dtypes: Dtypes,
     mesh: DeviceMesh | None,
+    *,
+    are_shared: bool,
 ) -> None:
-    """Replace the model's parameters and classes, and register its hooks."""
+    """Replace the model's parameters and classes, and register its hooks.
+
+    are_shared: whether equal layers share a trace.
+    """
     _meshes[state] = mesh
     specs = {r.spec: p.requires_grad for p, r in records.items()}
     book(specs, state.host_memory, state.collectives, state.pool, state.device)
-    _replace(root, state, records, dtypes.param)
+    parts = roles(root, records, state.records.alike) if are_shared else {}
+    _replace(root, state, records, dtypes.param, parts)
     _move_buffers(root, state.device.torch, dtypes.buffer)
     for record in records.values():
         registry.register(record.spec.key, state)
@@ -301,13 +309,14 @@ def _replace(
     state: ShardedModel,
     records: dict[nn.Parameter, ParamRecord],
     input_dtype: torch.dtype | None,
+    parts: Mapping[nn.Module, StackRole],
 ) -> None:
     """Replace parameters by home shards, and the modules' classes by subclasses."""
     gate = Gate()
     homes = {
         p: _home_shard(p, r.spec, state.topology, gate, state.device) for p, r in records.items()
     }
-    classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+    classes: dict[tuple[type, tuple[str, ...], bool, StackRole | None], type] = {}
     for module in root.modules():
         held = {n: p for n, p in module._parameters.items() if p is not None and p in homes}
         for name, parameter in held.items():
@@ -315,11 +324,11 @@ def _replace(
             records[parameter].add_place(module, name)
             setattr(parameter, REPLACED, records[parameter].spec.name)
         keys = {name: records[p].spec.key for name, p in held.items()}
-        kind = (type(module), tuple(keys), module is root)
+        role = parts.get(module)
+        kind = (type(module), tuple(keys), module is root, role)
         if kind not in classes:
-            classes[kind] = sharded_class(
-                type(module), tuple(keys), input_dtype if module is root else None, module is root
-            )
+            dtype = input_dtype if module is root else None
+            classes[kind] = sharded_class(type(module), tuple(keys), dtype, module is root, role)
         vars(module)[STATE] = ModuleState(state, gate, keys)
         module.__class__ = classes[kind]
     if (own := vars(root).get("forward")) is not None:

@@ -24,6 +24,7 @@ from fcdp_compile.core.params.home_shard import HomeShard, check_cut, key_of, pl
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.inner_cut import InnerTensor
 from fcdp_compile.core.params.registry import spec_of, whole_error
+from fcdp_compile.core.sharding.layers import COMPILES_LAYERS, StackRole, hooks_of, is_plain
 from fcdp_compile.core.sharding.refusals import is_ignored
 from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
 from fcdp_compile.models.quantised.weight import QuantisedWeight
@@ -32,7 +33,12 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.torch_compat import tree_map_only
 from fcdp_compile.torch_compat.autograd import is_in_derivative, is_recomputing
-from fcdp_compile.torch_compat.compilers import skip_frame
+from fcdp_compile.torch_compat.compilers import (
+    may_skip_frame,
+    skip_frame,
+    skip_this_frame,
+    tracing_backend,
+)
 
 STATE = "_fcdp"
 """The attribute of a sharded module that holds its `ModuleState`."""
@@ -58,14 +64,34 @@ class ModuleState:
             for name, spec in specs.items()
             if spec.inner is not None and spec.inner.mesh is not None
         }
+        self._alone: tuple[tuple[Any, ...], Callable[..., Any]] | None = None
+
+    def alone(
+        self, inner: Callable[..., Any], name: str, hooks: tuple[Any, ...]
+    ) -> Callable[..., Any]:
+        """What calls `inner` for this module alone, as long as it has these hooks; with others, uncompiled.
+
+        name: of its code.
+        """
+        if self._alone is None:
+            self._alone = hooks, _with_own_code(inner, name)
+        first, function = self._alone
+        return function if first == hooks else torch.compiler.disable(inner)
+
+    skip_frame(alone)
 
 
 def sharded_class(
-    cls: type[nn.Module], names: tuple[str, ...], input_dtype: torch.dtype | None, is_root: bool
+    cls: type[nn.Module],
+    names: tuple[str, ...],
+    input_dtype: torch.dtype | None,
+    is_root: bool,
+    role: StackRole | None,
 ) -> type:
     """Make a subclass of `cls` whose attributes with these names gather.
 
-    input_dtype: the dtype that floating point inputs of its forward are cast to.
+    input_dtype: the dtype that floating point inputs of its forward are cast to.  role: what the module is to
+    the equal layers of its model.
     """
     members: dict[str, Any] = {name: _gathering_property(name) for name in names}
     members["__reduce_ex__"] = _refuse_to_copy
@@ -75,8 +101,12 @@ def sharded_class(
     if callable(getattr(cls, "save_pretrained", None)):
         members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
     if cls.forward is not nn.Module.forward:
-        members["forward"] = _forward_within_gate(cls, input_dtype, is_root)
+        members["forward"] = _forward_within_gate(cls, input_dtype, is_root, role)
         members["_fcdp_only_asks_for_gradients"] = _fcdp_only_asks_for_gradients
+    if role is not None:
+        members["_fcdp_is_apart"] = _fcdp_is_apart
+    if role is StackRole.LAYER:
+        members["__call__"] = _layer_call(cls)
     if is_root:
         members["__call__"] = _noted_call(cls)
         members["_fcdp_refuse_new_parameters"] = _fcdp_refuse_new_parameters
@@ -183,39 +213,90 @@ def _fcdp_key_of(module: nn.Module, name: str, alike: str) -> str:
 
 
 def _forward_within_gate(
-    cls: type[nn.Module], input_dtype: torch.dtype | None, is_root: bool
+    cls: type[nn.Module], input_dtype: torch.dtype | None, is_root: bool, role: StackRole | None
 ) -> Callable[..., Any]:
     inner: Callable[..., Any] = cls.forward
 
     @functools.wraps(inner)
-    def traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_root:
             self._fcdp_refuse_new_parameters()
         if input_dtype is not None:
             args, kwargs = tree_map_only(Tensor, _cast_to(input_dtype), (args, kwargs))
         return inner(self, *args, **kwargs)
 
-    # Dynamo counts recompiles by code object: a shared object would add up all classes and models.
-    own: Any = traced
-    own.__code__ = own.__code__.replace(co_name=f"forward of {cls.__name__}")
-    inlined = traced if is_root or input_dtype is not None else inner
+    inlined = checked if is_root or input_dtype is not None else inner
+    name = f"forward of {cls.__name__}"
+    shared = _with_own_code(inlined, name)
+    stands_apart = role in (StackRole.STACK, StackRole.BESIDE)
 
     # Python runs the first of these frames, so the gate is set for all that runs eagerly below it, whatever
     # is traced.  Frames that Dynamo inlines leave the gate alone: each look at it would be a guard.
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if stands_apart and self._fcdp_is_apart():
+                skip_this_frame()
             result = inlined(self, *args, **kwargs)
             return _requiring_grad(self, result) if self._forward_hooks else result
-        gate: Gate = self._fcdp.gate  # a call of a function would be a frame for Dynamo
-        before, gate.inside = gate.inside, True
-        try:
-            return gate.watch(traced, self, *args, **kwargs)
-        finally:
-            gate.inside = before
+        state: ModuleState = self._fcdp  # a call of a function would be a frame for Dynamo
+        traced = shared
+        if role is StackRole.BESIDE and (hooks := hooks_of(self)):
+            traced = state.alone(inlined, name, hooks)
+        return state.gate.watch(traced, self, *args, **kwargs)
 
     skip_frame(forward)
     return forward
+
+
+def _layer_call(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The call of a layer that may be compiled by itself ([Note: layers by themselves]).
+
+    It is the call and not the forward, because some layers (Transformers') checkpoint their forward in it.
+    """
+    inner: Callable[..., Any] = cls.__call__
+    name = f"call of {cls.__name__}"
+    shared = _with_own_code(inner, name)
+
+    @functools.wraps(inner)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if is_plain((args, kwargs)) and self._fcdp_is_apart(decides=True):
+                skip_this_frame()
+            return inner(self, *args, **kwargs)
+        if self._compiled_call_impl is not None:  # compiled by the user
+            return inner(self, *args, **kwargs)
+        state: ModuleState = self._fcdp
+        traced = state.alone(inner, name, hooks) if (hooks := hooks_of(self)) else shared
+        return state.gate.watch(traced, self, *args, **kwargs)
+
+    skip_frame(call)
+    return call
+
+
+# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_is_apart(module: nn.Module, decides: bool = False) -> bool:
+    """Whether Python runs the frame that Dynamo traces: it contains layers that stand by themselves."""
+    gate = _state(module).gate
+    may = may_skip_frame() and hasattr(tracing_backend(), COMPILES_LAYERS)
+    gate.has_layers |= decides and may
+    return gate.has_layers and may
+
+
+def _with_own_code(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that calls `inner`, with a code object of its own.
+
+    Dynamo counts recompiles by code object: a shared object would add up all classes and models.
+    """
+
+    @functools.wraps(inner)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    own: Any = traced
+    own.__code__ = own.__code__.replace(co_name=name)
+    return traced
 
 
 def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:

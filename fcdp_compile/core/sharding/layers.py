@@ -1,0 +1,117 @@
+"""Equal layers of a model, which are traced and compiled once: the first layer's trace serves the others.
+
+[Note: layers by themselves] With `shard(layers="shared")`, a module that contains equal layers, a *stack*,
+runs in Python.  Each of its layers is compiled by itself, and so are the modules beside them, such as an
+embedding.  Dynamo compares a layer with those that it has traced, by its guards: a layer with another flag,
+another size or another tensor gets a trace of its own.  Dynamo has no guards on hooks, so a layer with hooks,
+in it or below, gets code of its own, which no other layer shares.
+
+The first layer that Dynamo reaches decides.  The layers stay in one graph
+
+* with another backend, which could not tell the layers of a trace apart;
+* if the user asks for one graph (`fullgraph=True`);
+* if the model calls its layers within a function that is checkpointed;
+* if a layer is given an object that may differ between layers, such as a cache of keys and values: then no
+  layer could share a trace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.torch_compat.compilers import skip_frame
+
+COMPILES_LAYERS = "fcdp_compiles_layers"
+"""The attribute of a backend whose graphs serve all layers that share a trace."""
+
+_PLAIN = (Tensor, BlockMask, bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class StackRole(Enum):
+    """What a module is to the equal layers of its model.
+
+    STACK: it contains some.  LAYER: it is one.  BESIDE: neither, and in no layer; not within another such
+    module.
+    """
+
+    STACK = "stack"
+    LAYER = "layer"
+    BESIDE = "beside"
+
+
+def roles(
+    root: nn.Module, records: Mapping[nn.Parameter, ParamRecord], alike: Mapping[str, str]
+) -> dict[nn.Module, StackRole]:
+    """The roles of modules; of none if the model has no equal layers.
+
+    The children of a module list or a sequence are layers if two of them have submodules and are equal: in
+    class, and in the names and facts of their parameters.
+
+    records: of the parameters; other parameters are ignored.  alike: `runtime.parameters.record.Records`.
+    """
+    found: dict[nn.Module, StackRole] = {}
+
+    def kind(layer: nn.Module) -> tuple[Any, ...] | None:
+        held = [
+            (n, alike[records[p].spec.key]) for n, p in layer.named_parameters() if p in records
+        ]
+        return (type(layer), *held) if held and next(layer.children(), None) is not None else None
+
+    def has_layers(module: nn.Module) -> bool:
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            kinds = [k for layer in module if (k := kind(layer)) is not None]
+            if any(kinds.count(k) > 1 for k in set(kinds)):
+                found.update(dict.fromkeys(module, StackRole.LAYER))
+                found[module] = StackRole.STACK
+                return True
+        below = [has_layers(child) for child in module.children()]
+        if any(below):
+            found[module] = StackRole.STACK
+        return any(below)
+
+    if not has_layers(root):
+        return {}
+    for module in [m for m, role in found.items() if role is StackRole.STACK]:
+        for child in module.children():
+            found.setdefault(child, StackRole.BESIDE)
+    apart = [m for m, role in found.items() if role is not StackRole.STACK]
+    uses = Counter(p for m in apart for p in set(m.parameters()) if p.requires_grad)
+    # Two graphs would reduce the gradient of a shared parameter twice, where one graph reduces the sum.
+    return {} if any(count > 1 for count in uses.values()) else found
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value cannot keep anything that differs between layers."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    """The hooks of a module and of all modules below it."""
+    found: tuple[Any, ...] = ()
+    for hooks in (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    ):
+        if hooks:
+            found += tuple(hooks.values())
+    for child in module._modules.values():
+        if child is not None:
+            found += hooks_of(child)
+    return found
+
+
+skip_frame(hooks_of)  # it runs while Dynamo looks at frames
