@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
+from fcdp_compile.torch_compat.compilers import own_recompiles
 from tests.marks import quick
 
 LAYERS, WIDTH = 5, 6
@@ -140,12 +141,27 @@ class Cache:
         self.seen = 0
 
 
-def test_layers_that_share_an_object_are_in_one_graph() -> None:
+def test_layers_that_share_an_object_are_in_one_graph(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair()
     cache = Cache()
     pair.compare(steps=1, cache=cache)
     assert cache.seen == 2 * LAYERS
     assert pair.graphs == 1
+    warned = [
+        r.message for r in caplog.records if r.levelname == "WARNING" and "layers=" in r.message
+    ]
+    assert warned == [
+        'layers="shared" has no effect: Layer is given an object that layers may change, such as a cache of '
+        "keys and values; make a Transformers model with use_cache=False"
+    ]
+
+
+def test_compiled_in_place_as_the_trainers_do() -> None:
+    pair = Pair()
+    pair.model.compile(backend="fcdp", options={"compute": "eager"}, **own_recompiles(9))
+    pair.net = pair.model
+    pair.compare()
+    assert pair.graphs == 3
 
 
 def _other_class(model: nn.Module) -> None:

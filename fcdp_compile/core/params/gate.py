@@ -36,7 +36,7 @@ class Gate:
 
     is_called: whether the model itself is being called, compiled or not, which begins before Dynamo checks
     its guards.
-    has_layers: whether equal layers are compiled by themselves (`core.sharding.layers`); False until Dynamo
+    has_layers: whether equal layers are compiled by themselves (`core.sharding.layers`); None until Dynamo
     reaches the first of them.
     anchor: requires a gradient, and never gets one.  reads: what the forward that Python runs has gathered.
     """
@@ -44,7 +44,7 @@ class Gate:
     def __init__(self) -> None:
         self.inside = False
         self.is_called = False
-        self.has_layers = False
+        self.has_layers: bool | None = None
         self.anchor = torch.zeros((), device="cpu", requires_grad=True)
         self.reads: list[Read] | None = None
 

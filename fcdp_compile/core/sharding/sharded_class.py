@@ -9,6 +9,7 @@ without fcdp.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -39,6 +40,8 @@ from fcdp_compile.torch_compat.compilers import (
     skip_this_frame,
     tracing_backend,
 )
+
+log = logging.getLogger(__name__)
 
 STATE = "_fcdp"
 """The attribute of a sharded module that holds its `ModuleState`."""
@@ -106,6 +109,7 @@ def sharded_class(
     if role is not None:
         members["_fcdp_is_apart"] = _fcdp_is_apart
     if role is StackRole.LAYER:
+        members["_fcdp_stands_alone"] = _fcdp_stands_alone
         members["__call__"] = _layer_call(cls)
     if is_root:
         members["__call__"] = _noted_call(cls)
@@ -261,7 +265,7 @@ def _layer_call(cls: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(inner)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if is_plain((args, kwargs)) and self._fcdp_is_apart(decides=True):
+            if self._fcdp_stands_alone(is_plain((args, kwargs))):
                 skip_this_frame()
             return inner(self, *args, **kwargs)
         if self._compiled_call_impl is not None:  # compiled by the user
@@ -276,12 +280,33 @@ def _layer_call(cls: type[nn.Module]) -> Callable[..., Any]:
 
 # Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
-def _fcdp_is_apart(module: nn.Module, decides: bool = False) -> bool:
+def _fcdp_is_apart(module: nn.Module) -> bool:
     """Whether Python runs the frame that Dynamo traces: it contains layers that stand by themselves."""
-    gate = _state(module).gate
-    may = may_skip_frame() and hasattr(tracing_backend(), COMPILES_LAYERS)
-    gate.has_layers |= decides and may
-    return gate.has_layers and may
+    return bool(_state(module).gate.has_layers) and _may_stand_alone()
+
+
+# Constant for Dynamo, too.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_stands_alone(layer: nn.Module, is_plain: bool) -> bool:
+    """Whether a layer that Dynamo reaches stands by itself; the first one decides for the others.
+
+    is_plain: whether none of its arguments can differ between layers.
+    """
+    if not _may_stand_alone():
+        return False
+    state = _state(layer)
+    if not is_plain and state.gate.has_layers is None and state.model.topology.number == 0:
+        log.warning(
+            'layers="shared" has no effect: %s is given an object that layers may change, such as a cache of '
+            "keys and values; make a Transformers model with use_cache=False",
+            type(layer).__name__,
+        )
+    state.gate.has_layers = is_plain or bool(state.gate.has_layers)
+    return is_plain
+
+
+def _may_stand_alone() -> bool:
+    return may_skip_frame() and hasattr(tracing_backend(), COMPILES_LAYERS)
 
 
 def _with_own_code(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
