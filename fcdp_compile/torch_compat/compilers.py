@@ -65,7 +65,8 @@ def may_skip_frame() -> bool:
 
 def tracing_backend() -> Any:
     """The backend that Dynamo traces for now, as it was given to torch.compile or registered."""
-    backend = innermost_backend(InstructionTranslator.current_tx().output.compiler_fn)
+    given: Any = InstructionTranslator.current_tx().output.compiler_fn
+    backend = innermost_backend(given)
     return getattr(backend, "compiler_fn", backend)  # of torch.compile's own wrapper
 
 
