@@ -14,7 +14,6 @@ from tests.distributed.beside import Beside
 from tests.distributed.models import CASES, Case, checkpointing, with_lora
 from tests.distributed.parity import fresh
 from tests.distributed.ranks import run
-from tests.marks import quick
 
 pytestmark = pytest.mark.distributed
 
@@ -50,24 +49,30 @@ def _trained(
     return len(state.plans), moved
 
 
-def _train_both(
-    mesh: DeviceMesh, strategy: str, is_adapted: bool, is_checkpointed: bool
+def _train(
+    mesh: DeviceMesh, strategy: str, is_adapted: bool, is_checkpointed: bool, *kinds: str
 ) -> list[tuple[int, dict[str, int]]]:
     make = partial(_llama, is_adapted=is_adapted, is_checkpointed=is_checkpointed)
     llama = CASES["llama"]
     case = Case(model=make, loss=llama.loss, vocabulary=llama.vocabulary)
-    return [_trained(mesh, layers, case, strategy) for layers in ("shared", "inline")]
+    return [_trained(mesh, layers, case, strategy) for layers in kinds]
 
 
-@pytest.mark.parametrize("is_checkpointed", quick([False, True], True))
-@pytest.mark.parametrize("is_adapted", quick([False, True], True))
-@pytest.mark.parametrize("strategy", quick(["fcdp", "zero3", "zero++", "zero1"], "zero3"))
-def test_numbers_and_bytes_are_those_of_one_graph(
+def test_numbers_are_those_of_replicated_training() -> None:
+    for ((plans, _),) in run(_train, "zero3", True, True, "shared", nodes=2, ranks_per_node=1):
+        assert plans == LAYERS + 3  # the embedding, the layers, the norm, the head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("strategy", ["fcdp", "zero3", "zero++", "zero1"])
+def test_bytes_are_those_of_one_graph(
     strategy: str, is_adapted: bool, is_checkpointed: bool
 ) -> None:
-    for apart, whole in run(
-        _train_both, strategy, is_adapted, is_checkpointed, nodes=2, ranks_per_node=1
+    kinds = "shared", "inline"
+    for (plans, shared), (whole, inline) in run(
+        _train, strategy, is_adapted, is_checkpointed, *kinds, nodes=2, ranks_per_node=1
     ):
-        assert apart[0] == LAYERS + 3  # the embedding, the layers, the norm, the head
-        assert whole[0] == 1
-        assert apart[1] == whole[1]
+        assert (plans, whole) == (LAYERS + 3, 1)
+        assert shared == inline
