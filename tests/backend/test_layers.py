@@ -249,6 +249,20 @@ def test_a_layer_that_differs_computes_its_own(change: Change) -> None:
     assert len(state_of(pair.model).plans) == LAYERS + 2
 
 
+@pytest.mark.parametrize("changed", ["before", "after"])
+def test_hooks_of_layers_that_the_user_compiles(changed: str) -> None:
+    pair = Pair(*([_hook, _hook_below] if changed == "before" else []))
+    for layer in pair.model.layers:
+        layer.compile(backend="fcdp", options={"compute": "eager"})
+    pair.net = pair.model
+    pair.compare(steps=1)
+    assert pair.graphs == (3 if changed == "before" else 1)
+    for change in [] if changed == "before" else [_hook, _hook_below]:
+        change(pair.model)
+        change(pair.plain)
+    pair.compare(steps=1)
+
+
 def test_what_changes_in_one_layer_is_noticed() -> None:
     pair = Pair()
     pair.compare(steps=1)

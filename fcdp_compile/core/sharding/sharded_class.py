@@ -70,14 +70,18 @@ class ModuleState:
         self._alone: tuple[tuple[Any, ...], Callable[..., Any]] | None = None
 
     def alone(
-        self, inner: Callable[..., Any], name: str, hooks: tuple[Any, ...]
+        self,
+        inner: Callable[..., Any],
+        name: str,
+        hooks: tuple[Any, ...],
+        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
     ) -> Callable[..., Any]:
         """What calls `inner` for this module alone, as long as it has these hooks; with others, uncompiled.
 
-        name: of its code.
+        name: of its code.  compiled: what compiles it; nothing is needed while Dynamo looks at all frames.
         """
         if self._alone is None:
-            self._alone = hooks, _with_own_code(inner, name)
+            self._alone = hooks, compiled(_with_own_code(inner, name))
         first, function = self._alone
         return function if first == hooks else torch.compiler.disable(inner)
 
@@ -100,7 +104,7 @@ def sharded_class(
     members["__reduce_ex__"] = _refuse_to_copy
     members["_apply"] = _apply_to_buffers(cls._apply)
     members["_fcdp_key_of"] = _fcdp_key_of
-    members["compile"] = _compile_within_gate(cls)
+    members["compile"] = _compile_within_gate(cls, is_root)
     if callable(getattr(cls, "save_pretrained", None)):
         members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
     if cls.forward is not nn.Module.forward:
@@ -324,21 +328,28 @@ def _with_own_code(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
     return traced
 
 
-def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:
+def _compile_within_gate(cls: type[nn.Module], is_root: bool) -> Callable[..., None]:
     inner: Callable[..., None] = cls.compile
+    name = f"call of {cls.__name__}"
 
     @functools.wraps(inner)
     def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
         compiled: Any = self._compiled_call_impl
-        gate, model = _state(self).gate, _state(self).model
+        state = _state(self)
+        gate, model = state.gate, state.model
+        compile_alike = functools.partial(torch.compile, **kwargs)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if model.whole:  # as in `_noted_call`, which does not reach what was compiled in place
                 return torch.compiler.disable(self._call_impl)(*args, **kwargs)
+            traced = compiled
+            # Modules that are compiled one by one share a code object, and Dynamo has no guards on hooks.
+            if not is_root and (hooks := hooks_of(self)):
+                traced = state.alone(self._call_impl, name, hooks, compile_alike)
             before, gate.is_called = gate.is_called, True
             try:
-                return compiled(*args, **kwargs)
+                return traced(*args, **kwargs)
             finally:
                 gate.is_called = before
 
