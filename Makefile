@@ -27,7 +27,7 @@ STAMPS := $(VENV)/.fcdp
 CHOSEN := $(STAMPS)/torch-$(if $(TORCH),$(firstword $(shell printf %s '$(TORCH)' | cksum)),any)
 MODE := $(if $(filter 0,$(EDITABLE)),regular,editable)
 # Tests of one file share what their fixtures train, so a file stays in one process.
-PARALLEL := --numprocesses=$(TEST_PROCESSES) --dist=loadfile
+PARALLEL := --numprocesses=$(TEST_PROCESSES) --dist=loadfile --no-loadscope-reorder
 SOURCES := $(shell find fcdp_compile passes runtime -name '*.py' 2>/dev/null)
 
 # Four ranks on few cores: more threads a rank would only take turns.

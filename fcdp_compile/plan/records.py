@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from fcdp_compile.core.params.layout import ParamLayout, sizes_by_node
 from fcdp_compile.plan.kinds import Kind, Lane
@@ -73,7 +74,7 @@ class BucketParam:
     offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Parameters that are sent together; all ranks must agree on every field but `why`.
 
@@ -113,7 +114,7 @@ class Bucket:
         """G: the ranks that share one copy."""
         return self.nodes * self.ranks_per_node
 
-    @property
+    @cached_property
     def slot_elements(self) -> int:
         """P/G: elements of one slot, padding included; of matrices with home nodes: of all slots, P/g."""
         return sum(p.layout.slot_elements for p in self.params)

@@ -11,7 +11,7 @@ Programs, seams, gradients that wait and reads outside of graphs all move bucket
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -207,13 +207,21 @@ class BoundBucket:
         """
         if (generation := self.cache.generation) is None:
             return
-        bucket, node = self.bucket, self.home.node
-        for record, place in zip(self.records, bucket.params, strict=True):
-            spec, parameter = record.spec, record.parameter()
-            if isinstance(parameter, HomeShard) and may_leave(spec, is_frozen=bucket.frozen):
-                has_slot_of_each_node = bucket.slots_per_node_shard == bucket.nodes
-                start = place.offset + node * bucket.slot_elements * has_slot_of_each_node
-                parameter.release(partial(self._released, generation, start, spec))
+        for record, start in self._in_copy:
+            parameter = record.parameter()
+            if isinstance(parameter, HomeShard):
+                parameter.release(partial(self._released, generation, start, record.spec))
+
+    @cached_property
+    def _in_copy(self) -> list[tuple[ParamRecord, int]]:
+        """The parameters whose home shards the copy contains, and where these begin in the node shard."""
+        bucket = self.bucket
+        slots_before = self.home.node if bucket.slots_per_node_shard == bucket.nodes else 0
+        return [
+            (record, place.offset + slots_before * bucket.slot_elements)
+            for record, place in zip(self.records, bucket.params, strict=True)
+            if may_leave(record.spec, is_frozen=bucket.frozen)
+        ]
 
     def _released(self, generation: int, start: int, spec: ParamSpec) -> Tensor:
         """A home shard, read from element `start` of the node shard."""

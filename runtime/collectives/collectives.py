@@ -346,6 +346,6 @@ class Telling:
             finish(self._gathering, self._group, Wait(self._doing))
             if self._everyone is not None:
                 self._words = reduce(torch.bitwise_or, self._everyone)
-            broadcast_first(self._words, self._group, self._doing())
+            broadcast_first(self._words, self._group, self._doing)
         found: list[int] = self._words.tolist()
         return found

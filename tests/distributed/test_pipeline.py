@@ -74,7 +74,7 @@ def _parity(mesh: DeviceMesh, trials: Sequence[Trial], nodes: int) -> None:
         pytest.param(FULL, 4, 1, id="between nodes", marks=pytest.mark.slow),
         pytest.param(WITHIN, 2, 2, id="a node each", marks=pytest.mark.rare),
         pytest.param(FULL[:1], 1, 4, id="on one node", marks=pytest.mark.rare),
-        pytest.param(FULL[:1], 2, 1, id="a rank each"),
+        pytest.param(FULL[:1], 2, 1, id="a rank each", marks=pytest.mark.slow),
         pytest.param(MANY, 4, 2, id="four nodes", marks=pytest.mark.rare),
     ],
 )

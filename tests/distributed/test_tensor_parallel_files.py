@@ -242,6 +242,7 @@ def _adapters(mesh: DeviceMesh, folder: str) -> None:
     assert_same({n: t for n, t in read.items() if "lora" in n}, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [_exports, _adapters], ids=["models", "adapters"])
 def test_files_of_hugging_face_are_whole(check: Callable[..., None], tmp_path: Path) -> None:
     run(check, str(tmp_path), nodes=2, ranks_per_node=2)

@@ -148,7 +148,7 @@ def test_the_same_plan_and_graphs_as_by_the_passes(
         assert _text(gm) == _text(accumulated[1][1][key])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(host_bytes=st.integers(0, 2000), capacity_bytes=st.integers(0, 20_000))
 def test_the_same_placements_or_none(host_bytes: int, capacity_bytes: int) -> None:
     layers = _layers(ADAPTIVE, host_bytes=host_bytes, capacity_bytes=capacity_bytes)

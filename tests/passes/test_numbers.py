@@ -22,7 +22,7 @@ from tests.passes import lockstep
 COLD, WARM = Variant.COLD, Variant.WARM
 STRATEGIES = ("zero3", "zero++", "fcdp", "zero3+ho_ring", "fcdp+ho_ring")
 
-quick = settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 
 
 class Cluster:

@@ -1,7 +1,7 @@
 """Small messages of all ranks on the caller's thread, and acts that succeed on all ranks or raise on all.
 
-The groups are CPU groups such as `Topology.control`.  doing: the message's purpose, for the error if a rank
-does not join.  All functions raise LostRankError if a rank is lost."""
+The groups are CPU groups such as `Topology.control`.  doing: the message's purpose, or what returns it, for
+the error if a rank does not join.  All functions raise LostRankError if a rank is lost."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def gather_objects(mine: T, group: dist.ProcessGroup, doing: str) -> list[T]:
     return [pickle.loads(row[:size].numpy().tobytes()) for row, size in rows]
 
 
-def broadcast_first(data: Tensor, group: dist.ProcessGroup, doing: str) -> None:
+def broadcast_first(data: Tensor, group: dist.ProcessGroup, doing: Callable[[], str]) -> None:
     """Fill `data` with the values that the group's first rank has in its `data`."""
     work = dist.broadcast(data, group=group, group_src=0, async_op=True)
-    finish(work, group, Wait(lambda: doing))
+    finish(work, group, Wait(doing))
 
 
 def first_other(values: Sequence[object]) -> int | None:

@@ -128,10 +128,10 @@ def _take_first(
         for (name, tensor), values in zip(tensors, zip(*rows, strict=True), strict=True)
         if len(set(values)) > 1
     ]
+    doing = "shard, as rank 0's values go to all ranks"
     for _, tensor in differing:
         on_host = tensor.detach().cpu().contiguous()
-        doing = "shard, as rank 0's values go to all ranks"
-        broadcast_first(on_host.view(-1).view(torch.uint8), group, doing)
+        broadcast_first(on_host.view(-1).view(torch.uint8), group, lambda: doing)
         with torch.no_grad():
             tensor.detach().copy_(on_host)
     return [name for name, _ in differing]

@@ -354,8 +354,9 @@ def _as_rank_0(state: ShardedModel) -> Iterator[None]:
     mine = generator_states(device)
     firsts = [s.clone() for s in mine]
     if group is not None:
+        doing = "rank 0's random numbers for all ranks"
         for generator in firsts:
-            broadcast_first(generator, group, "rank 0's random numbers for all ranks")
+            broadcast_first(generator, group, lambda: doing)
     set_generators(firsts, device)
     try:
         yield
