@@ -1,4 +1,4 @@
-"""What graph breaks and compiling block by block cost, on 2 x 2 simulated ranks: seconds, bytes, starts.
+"""What graph breaks and layers that share a trace cost, on 2 x 2 simulated ranks: seconds, bytes, starts.
 
     python -m benchmarks.seams                              every system, with LoRA and in full
     python -m benchmarks.seams --systems fcdp fcdp-layers --rounds 1
@@ -35,7 +35,7 @@ TIMEOUT_S = 900.0
 
 def main() -> int:
     """Measure, and print the tables; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Graph breaks, and blocks compiled one by one.")
+    parser = argparse.ArgumentParser(description="Graph breaks, and layers that share a trace.")
     add = parser.add_argument
     add("--systems", nargs="*", choices=BY_NAME, default=list(SYSTEMS))
     add("--modes", nargs="+", choices=("full", "lora"), default=["full", "lora"])

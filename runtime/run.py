@@ -223,8 +223,13 @@ class CompiledPlan:
             mode=ACCUMULATES if accumulates else SYNCHRONISES,
             describe=lambda: to_json(self.plan),
         )
-        is_outdated = model.seams.is_outdated()
-        verdict = model.validity.check(relevant, about, is_given=is_given, is_outdated=is_outdated)
+        verdict = model.validity.check(
+            relevant,
+            about,
+            is_given=is_given,
+            early=model.seams.living(),
+            is_outdated=model.seams.is_outdated,
+        )
         if verdict.is_outdated:
             model.seams.cut()
         if verdict.is_given:

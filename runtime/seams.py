@@ -95,16 +95,22 @@ class Seams:
 
     # --- the transfers ------------------------------------------------------------------------------------
 
+    def living(self) -> list[BoundBucket]:
+        """The buckets whose transfers have started and that the model still has."""
+        started = {s.bucket.id: s.bucket for s in self._early.values()}.values()
+        return [bucket for bucket in started if bucket.lives]
+
     def is_outdated(self) -> bool:
-        """Whether what has started on this rank may be of no use to the forward that is about to begin."""
+        """Whether what has started on this rank may be of no use to the forward that is about to begin.
+
+        Changes of these buckets' parameters must have been noticed.
+        """
         has_failed, self._has_failed = self._has_failed, False
         if has_failed or self._step != self._counters.steps:
             return True
-        started = {s.bucket.id: s for s in self._early.values()}.values()
-        if not all(s.bucket.lives for s in started):
-            return True
-        self._validity.notice([s.bucket for s in started])
-        return any(s.generation != s.bucket.generation for s in started)
+        return any(
+            s.generation != s.bucket.generation or not s.bucket.lives for s in self._early.values()
+        )
 
     def take(self, kind: Kind, bucket: BoundBucket, generation: int | None) -> Pending | None:
         """The transfer, if it has started.

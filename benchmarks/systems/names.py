@@ -199,8 +199,8 @@ _BROKEN = '`torch.compile(backend="fcdp")` of the model with'
 SEAMS: tuple[System, ...] = (
     _fcdp(
         "fcdp-layers",
-        "fcdp, block by block",
-        '`block.compile(backend="fcdp")` for every block, and nothing else compiled',
+        "fcdp, layers by themselves",
+        '`shard(layers="shared")`: equal layers share a trace',
     ),
     _fcdp("fcdp-break-1", "fcdp, one graph break", f"{_BROKEN} one graph break"),
     _fcdp("fcdp-break-3", "fcdp, three graph breaks", f"{_BROKEN} three graph breaks"),

@@ -41,14 +41,10 @@ class FcdpTrainer(TorchTrainer):
         sharded: nn.Module,
         options: Mapping[str, Any] | None = None,
         *,
-        blocks: Sequence[nn.Module] = (),
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """blocks: to be compiled one by one, instead of the whole model.  optimizer: instead of AdamW."""
-        how: Any = {"backend": "fcdp", "options": dict(options or {})}
-        for block in blocks:
-            block.compile(**how)
-        compiled = sharded if blocks else torch.compile(sharded, **how)
+        """optimizer: instead of AdamW."""
+        compiled: Any = torch.compile(sharded, backend="fcdp", options=dict(options or {}))
         super().__init__(compiled, list(sharded.parameters()), optimizer)
         self._sharded = sharded
 
@@ -73,9 +69,8 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:
         mesh,
         strategy=STRATEGIES.get(name, "fcdp"),
         offload_params=name == "fcdp-params-host",
+        layers="shared" if name == "fcdp-layers" else "inline",
     )
-    if name == "fcdp-layers":
-        return FcdpTrainer(sharded, blocks=blocks)
     if name == "fcdp-muon":
         return FcdpTrainer(sharded, optimizer=make_muon(fcdp_compile.Muon, model))
     if name in STEPS_ON:

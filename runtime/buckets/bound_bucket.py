@@ -86,7 +86,7 @@ class BoundBucket:
     @property
     def lives(self) -> bool:
         """Whether the model still has all of its parameters."""
-        return all(r.living() is not None for r in self.records)
+        return all(r.lives for r in self.records)
 
     @property
     def is_at_home(self) -> bool:

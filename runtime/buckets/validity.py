@@ -11,7 +11,7 @@ changed.  A bucket's generation is the largest of its parameters' generations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,29 +70,23 @@ class Validity:
         about: About,
         *,
         is_given: bool = False,
-        is_outdated: bool = False,
+        early: Sequence[BoundBucket] = (),
+        is_outdated: Callable[[], bool] = lambda: False,
     ) -> Verdict:
         """Agree with all ranks on what is about to run, and on which of these buckets are to be gathered.
+
+        early: buckets whose transfers have started.  is_outdated: whether these may be of no use; asked when
+        changes of their parameters have been noticed.
 
         Raises: PlanMismatchError on every rank if ranks are about to run different plans, FcdpError on every
         rank if anything has no values yet.
         """
         self._unset.refuse("a forward")
-        seen = self.look(buckets, is_given=is_given, is_outdated=is_outdated)
+        self.notice([*buckets, *early])
+        seen = _seen(buckets, is_given=is_given, is_outdated=is_outdated())
         agreed = self.agree(seen, about)
         self.apply(buckets, seen, agreed)
         return agreed
-
-    def look(self, buckets: Sequence[BoundBucket], *, is_given: bool, is_outdated: bool) -> Verdict:
-        """This rank's findings on these buckets; asks no other rank."""
-        self.notice(buckets)
-        of = [b for b in buckets if b.bucket.strategy.may_keep_full and b.bucket.ranks_per_node > 1]
-        return Verdict(
-            stale={b.id: b.cache.generation != b.generation for b in buckets},
-            refused={b.id: not b.cache.wants_in_full(b.placement.tier) for b in of},
-            is_given=is_given,
-            is_outdated=is_outdated,
-        )
 
     def agree(self, seen: Verdict, about: About) -> Verdict:
         """The findings of any rank; changes nothing."""
@@ -142,6 +136,17 @@ class Validity:
         self.values_changed(keys)
 
 
+def _seen(buckets: Sequence[BoundBucket], *, is_given: bool, is_outdated: bool) -> Verdict:
+    """This rank's findings on these buckets."""
+    of = [b for b in buckets if b.bucket.strategy.may_keep_full and b.bucket.ranks_per_node > 1]
+    return Verdict(
+        stale={b.id: b.cache.generation != b.generation for b in buckets},
+        refused={b.id: not b.cache.wants_in_full(b.placement.tier) for b in of},
+        is_given=is_given,
+        is_outdated=is_outdated,
+    )
+
+
 def read(values: Tensor) -> list[Any]:
     """The numbers in a tensor.  The Python thread waits for the device, which no ordinary step does.
 
@@ -165,15 +170,13 @@ class Seals:
         it was exchanged, or another model seals it, too.  Waits for the device only for parameters whose
         memory others could reach.
         """
+        parameters = {key: p for key, p in parameters.items() if not self._is_untouched(key, p)}
+        if not parameters:
+            return []
         keys = [key for key, p in parameters.items() if not isinstance(p, HomeShard)]
         for key in keys:
             self._own.pop(key, None)  # the home shard counts as changed when it is back
-        touched: dict[str, HomeShard] = {}
-        for key, p in parameters.items():
-            if isinstance(p, HomeShard) and not (
-                self._has(key, p) and self._own[key].is_intact(p.held)
-            ):
-                touched[key] = p
+        touched = {key: p for key, p in parameters.items() if isinstance(p, HomeShard)}
         comparable = {
             key: p
             for key, p in touched.items()
@@ -187,6 +190,12 @@ class Seals:
             assert p.seal is not None, "it was put on just now"
             self._own[key] = p.seal
         return keys
+
+    def _is_untouched(self, key: str, parameter: Tensor) -> bool:
+        own = self._own.get(key)
+        if own is None or not isinstance(parameter, HomeShard):
+            return False
+        return parameter.seal is own and own.is_intact(parameter.held)
 
     def _has(self, key: str, parameter: HomeShard) -> bool:
         return parameter.seal is not None and parameter.seal is self._own.get(key)

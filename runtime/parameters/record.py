@@ -63,6 +63,14 @@ class ParamRecord:
             self._checked = now[0]._spec
         return now[0] if now else None
 
+    @property
+    def lives(self) -> bool:
+        """Whether the model still has the parameter, in any of its places."""
+        for ref, name in self._places:
+            if (module := ref()) is not None and module._parameters.get(name) is not None:
+                return True
+        return False
+
     def places(self) -> list[nn.Parameter]:
         """The parameter in each of its places now, unchecked."""
         return [
@@ -88,12 +96,15 @@ class ParamRecord:
         return storage_id(shard) == storage_id(home) and layouts[0] == layouts[1]
 
     def holds(self, shard: Tensor) -> bool:
-        """Whether a tensor is itself this rank's home shard of a parameter that has one place."""
+        """Whether a tensor is itself this rank's home shard of a parameter that has one place.
+
+        In a single process the parameter is its own home shard.
+        """
         if len(self._places) > 1:
             return False
         module, name = self._places[0]
         now = None if (owner := module()) is None else owner._parameters.get(name)
-        return isinstance(now, HomeShard) and now.held is shard
+        return (now.held if isinstance(now, HomeShard) else now) is shard
 
     @staticmethod
     def held(parameter: Tensor) -> Tensor:

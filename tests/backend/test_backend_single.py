@@ -72,7 +72,7 @@ def losses(model: Callable, parameters: list, steps: int = 4) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("compute", ["eager", "inductor"])
+@pytest.mark.parametrize("compute", quick(["eager", "inductor"], "eager"))
 def test_an_unsharded_model_simply_compiles(compute: str) -> None:
     model, plain = Net(), None
     plain = copy.deepcopy(model)

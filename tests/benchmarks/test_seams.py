@@ -22,7 +22,7 @@ def test_seconds_are_compared_with_the_first_system() -> None:
     loss = f"{rows[0].check_losses[-1]:.5f}"
     assert cells == [
         ["fcdp", "10.00", "3", "1", loss, "2.00 (1.00)", "9.0"],
-        ["fcdp, block by block", "10.00", "3", "1", loss, "3.00 (1.50)", "4.0"],
+        ["fcdp, layers by themselves", "10.00", "3", "1", loss, "3.00 (1.50)", "4.0"],
     ]
 
 

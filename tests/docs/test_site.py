@@ -104,6 +104,7 @@ def test_the_navigation_lists_every_page() -> None:
     assert sorted(listed) == sorted(pages)
 
 
+@pytest.mark.slow
 def test_every_page_is_built_and_no_other(site: Path) -> None:
     built = {str(page.relative_to(site)) for page in site.rglob("*.html")}
     listed = {str(Path(page).with_suffix(".html")) for page in _nav(_settings()["nav"])}
@@ -111,12 +112,14 @@ def test_every_page_is_built_and_no_other(site: Path) -> None:
     assert not (site / "site").exists(), "code of docs/site"
 
 
+@pytest.mark.slow
 def test_search_knows_every_page(site: Path) -> None:
     found = json.loads((site / "search.json").read_text(encoding="utf-8"))
     known = {item["location"].partition("#")[0] for item in found["items"]}
     assert known == {str(Path(page).with_suffix(".html")) for page in _nav(_settings()["nav"])}
 
 
+@pytest.mark.slow
 def test_links_lead_to_files_and_anchors(site: Path) -> None:
     """Zensical itself asks this only of links between pages."""
     pages = _read(site)
@@ -135,6 +138,7 @@ def test_links_lead_to_files_and_anchors(site: Path) -> None:
                 assert anchor in pages[target].anchors, f"{page.name}: {link}"
 
 
+@pytest.mark.slow
 def test_pages_name_nothing_to_fetch_from_other_hosts(site: Path) -> None:
     for page, found in _read(site).items():
         assert found.addresses
@@ -149,6 +153,7 @@ def test_pages_name_nothing_to_fetch_from_other_hosts(site: Path) -> None:
         assert not imports, f"{sheet.name}: {imports}"
 
 
+@pytest.mark.slow
 def test_a_browser_asks_no_other_host(site: Path) -> None:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next((p for p in map(shutil.which, BROWSERS) if p), None)
@@ -190,6 +195,7 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_the_reference_has_every_public_name(site: Path) -> None:
     built = (site / "api.html").read_text(encoding="utf-8")
     for name in fcdp_compile.__all__:

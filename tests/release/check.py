@@ -8,6 +8,7 @@ It needs the environment of the tests and downloads nothing.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -30,7 +31,13 @@ from tests.release.artifacts import (
     unpack,
 )
 
-_PLAN = ["plan", "--model", "llama-3-8b", "--cluster", "a40x8-10gbe", "--nodes", "4"]
+_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+}
+_PLAN = ["plan", "--model", "config.json", "--cluster", "a40x8-10gbe", "--nodes", "4"]
 _PLAN += ["--batch", "2", "--seq", "2048", "--lora", "16", "--strategy", "fcdp,zero3"]
 _TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
 
@@ -96,6 +103,7 @@ def try_wheel(wheel: Path, folder: Path, version: str) -> None:
     assert found.strip() == version, f"the installed package says version {found.strip()}"
     command = str(python.parent / "fcdp")
     assert "usage: fcdp" in run(python, command, "--help", cwd=elsewhere)
+    (elsewhere / "config.json").write_text(json.dumps(_CONFIG))
     print(run(python, command, *_PLAN, cwd=elsewhere).rstrip())
     shutil.copy(ROOT / "tests" / "release" / "smoke.py", elsewhere)
     print(run(python, *_TORCHRUN, "smoke.py", cwd=elsewhere).rstrip())

@@ -114,7 +114,7 @@ class FakeModel(SimpleNamespace):
             SimpleNamespace(
                 spec=SimpleNamespace(key=p.name),
                 local=partial(self._shards.get, p.name),
-                living=lambda: True,
+                lives=True,
             )
             for p in bucket.params
         ]

@@ -67,6 +67,7 @@ class Model:
         self.seams = SimpleNamespace(
             begin=lambda event, leading: None,
             start_next=lambda room_bytes: None,
+            living=list,
             is_outdated=lambda: False,
             cut=lambda: None,
         )
@@ -76,12 +77,18 @@ class Model:
         self.optimizer_hooks = SimpleNamespace(note_backward=lambda *, accumulates: None)
 
     def check(
-        self, buckets: list[Any], about: About, *, is_given: bool, is_outdated: bool
+        self,
+        buckets: list[Any],
+        about: About,
+        *,
+        is_given: bool,
+        early: list[Any],
+        is_outdated: Any,
     ) -> Verdict:
         self.modes.append(about.mode)
         self.asked = [b.id for b in buckets]
         stale = {b.id: b.id in self.stale_ids for b in buckets}
-        return Verdict(stale=stale, refused={}, is_given=is_given, is_outdated=is_outdated)
+        return Verdict(stale=stale, refused={}, is_given=is_given, is_outdated=is_outdated())
 
     def bind(self, plan: Plan) -> None:
         """What a plan's run asks of its buckets."""

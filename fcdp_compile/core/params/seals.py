@@ -115,7 +115,10 @@ def are_shared(tensors: Sequence[Tensor], *, are_apart: bool) -> list[bool]:
 
 
 def _version(held: Tensor) -> int:
-    return 0 if held.is_inference() else held._version
+    try:
+        return held._version
+    except RuntimeError:  # a tensor of inference mode has none
+        return 0
 
 
 def seal(tensors: Sequence[Sealed], kind: type[Seal] = Seal, *, are_apart: bool = False) -> None:
