@@ -34,10 +34,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped: list[pytest.Item] = []
     for item in items:
         is_here = device_kind() == "cpu" or item.get_closest_marker("cpu") is None
-        stays = is_here and zlib.crc32(item.nodeid.encode()) % parts == part
+        stays = is_here and zlib.crc32(_together(item).encode()) % parts == part
         (kept if stays else dropped).append(item)
     config.hook.pytest_deselected(items=dropped)
     items[:] = kept
+
+
+def _together(item: pytest.Item) -> str:
+    """A name that tests have in common if they share what a fixture of their file makes; else the test's own.
+
+    Such a fixture often trains a model, which each part of these tests would do again.
+    """
+    made = getattr(item, "_fixtureinfo", None)  # pytest has no public name for it
+    found = {} if made is None else made.name2fixturedefs
+    shared = [name for name, ways in found.items() if ways[-1].scope == "module"]
+    values = item.callspec.indices if hasattr(item, "callspec") else {}
+    return f"{item.path.name} {[(n, values.get(n)) for n in shared]}" if shared else item.nodeid
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
