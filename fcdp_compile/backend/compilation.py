@@ -42,6 +42,7 @@ from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.runtime.progress import CompileProgress
 from fcdp_compile.runtime.run import CompiledPlan
 from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
+from fcdp_compile.torch_compat.compilers import guard_empty_hooks
 from fcdp_compile.torch_compat.graphs import as_boxed, unwritten_inputs, without_code
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def fcdp(
     Raises: ValueError or TypeError for a bad mode or options, UnshardedParameterError for a parameter that
     `shard` has not seen while several processes run, FcdpError for a forward that writes to a parameter.
     """
+    guard_empty_hooks()
     settings = inductor_settings(mode)
     checked = Options.parse({**(options or {}), **more})
     if not _gathers(gm) and any(isinstance(value, HomeTensor) for value in example_inputs):

@@ -18,6 +18,7 @@ from torch._C._dynamo.eval_frame import (
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo import skip_frame as _run_in_python
 from torch._dynamo.eval_frame import innermost_backend, skip_code
+from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters, graph_break_reasons
 from torch._guards import TracingContext, detect_fake_mode, tracing
@@ -68,6 +69,20 @@ def tracing_backend() -> Any:
     given: Any = InstructionTranslator.current_tx().output.compiler_fn
     backend = innermost_backend(given)
     return getattr(backend, "compiler_fn", backend)  # of torch.compile's own wrapper
+
+
+def guard_empty_hooks() -> None:
+    """Let Dynamo trace the frame anew once a module that it calls, and that has no hooks now, has hooks.
+
+    A backend calls it.  Dynamo notes such a guard for every module without hooks, and leaves the guard out
+    when it builds the others, unless `torch._dynamo.config.skip_nnmodule_hook_guards` is off.
+    """
+    if (context := TracingContext.try_get()) is None:
+        return
+    guards = context.guards_context.dynamo_guards
+    for guard in list(guards):
+        if guard.create_fn_name() == GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT.__name__:
+            guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
 def own_recompiles(limit: int) -> dict[str, Any]:

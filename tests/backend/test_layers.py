@@ -72,16 +72,22 @@ class Stack(nn.Module):
 class Pair:
     """A sharded, compiled model and a plain one with the same values."""
 
-    def __init__(self, *changes: Change, **options: Any) -> None:
+    def __init__(
+        self,
+        *changes: Change,
+        cls: type[nn.Module] = Stack,
+        layers: str = "shared",
+        **options: Any,
+    ) -> None:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
-        self.plain = Stack()
+        self.plain = cls()
         self.model = copy.deepcopy(self.plain)
         for change in changes:
             change(self.plain)
             change(self.model)
-        self.model = fcdp_compile.shard(self.model, layers="shared")
+        self.model = fcdp_compile.shard(self.model, layers=layers)
         settings = {"compute": "eager"}
         self.net = torch.compile(self.model, backend="fcdp", options=settings, **options)
 
@@ -249,14 +255,50 @@ def test_a_layer_that_differs_computes_its_own(change: Change) -> None:
     assert len(state_of(pair.model).plans) == LAYERS + 2
 
 
+class Reached(Stack):
+    """Modules that are reached in other ways than by a call of a layer, or of a module of the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({name: Layer() for name in "ab"})
+
+    def forward(self, ids: Tensor, cache: Any = None) -> Tensor:
+        x = self.embedding(ids)
+        for i, layer in enumerate(self.layers):
+            x = layer.forward(x) if i % 2 else layer(x)
+        for layer in self.layers[:2]:
+            x = x + layer.inner(x)
+        result: Tensor = self.head(sum(head(x) for head in self.heads.values()))
+        return result
+
+
+def _hooks(model: nn.Module) -> None:
+    model.layers[2].register_forward_hook(lambda module, args, result: result * 2)
+    for linear in (
+        model.layers[3].inner.linear,
+        model.layers[0].inner.linear,
+        model.heads["b"].out,
+    ):
+        linear.register_forward_pre_hook(lambda module, args: (args[0] * 3,))
+
+
+@pytest.mark.parametrize("layers", ["shared", "inline"])
 @pytest.mark.parametrize("changed", ["before", "after"])
-def test_hooks_of_layers_that_the_user_compiles(changed: str) -> None:
+def test_hooks_are_noticed_however_a_module_is_reached(changed: str, layers: str) -> None:
+    pair = Pair(*([_hooks] if changed == "before" else []), cls=Reached, layers=layers)
+    pair.compare(steps=1)
+    for model in (pair.model, pair.plain) if changed == "after" else ():
+        _hooks(model)
+    pair.compare(steps=1)
+
+
+@pytest.mark.parametrize("changed", ["before", "after"])
+def test_hooks_of_modules_that_the_user_compiles(changed: str) -> None:
     pair = Pair(*([_hook, _hook_below] if changed == "before" else []))
-    for layer in pair.model.layers:
-        layer.compile(backend="fcdp", options={"compute": "eager"})
+    for module in (*pair.model.layers, pair.model.head):
+        module.compile(backend="fcdp", options={"compute": "eager"})
     pair.net = pair.model
     pair.compare(steps=1)
-    assert pair.graphs == (3 if changed == "before" else 1)
     for change in [] if changed == "before" else [_hook, _hook_below]:
         change(pair.model)
         change(pair.plain)

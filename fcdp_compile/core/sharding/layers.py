@@ -3,8 +3,9 @@
 [Note: layers by themselves] With `shard(layers="shared")`, a module that contains equal layers, a *stack*,
 runs in Python.  Each of its layers is compiled by itself, and so are the modules beside them, such as an
 embedding.  Dynamo compares a layer with those that it has traced, by its guards: a layer with another flag,
-another size or another tensor gets a trace of its own.  Dynamo has no guards on hooks, so a layer with hooks,
-in it or below, gets code of its own, which no other layer shares.
+another size, another tensor or other hooks (`guard_empty_hooks`) gets a trace of its own.  Dynamo gives up
+code of which it has many traces, and hooks often differ in every layer.  So a layer with hooks, in it or
+below, gets code of its own.
 
 The first layer that Dynamo reaches decides.  The layers stay in one graph
 
@@ -97,21 +98,15 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """The hooks of a module and of all modules below it."""
-    found: tuple[Any, ...] = ()
-    for hooks in (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    ):
-        if hooks:
-            found += tuple(hooks.values())
-    for child in module._modules.values():
-        if child is not None:
-            found += hooks_of(child)
-    return found
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module, or any module below it, has hooks."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or any(has_hooks(child) for child in module._modules.values() if child is not None)
+    )
 
 
-skip_frame(hooks_of)  # it runs while Dynamo looks at frames
+skip_frame(has_hooks)  # it runs while Dynamo looks at frames

@@ -25,7 +25,7 @@ from fcdp_compile.core.params.home_shard import HomeShard, check_cut, key_of, pl
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.inner_cut import InnerTensor
 from fcdp_compile.core.params.registry import spec_of, whole_error
-from fcdp_compile.core.sharding.layers import COMPILES_LAYERS, StackRole, hooks_of, is_plain
+from fcdp_compile.core.sharding.layers import COMPILES_LAYERS, StackRole, has_hooks, is_plain
 from fcdp_compile.core.sharding.refusals import is_ignored
 from fcdp_compile.errors import ArgumentError, FcdpError, UnshardedParameterError
 from fcdp_compile.models.quantised.weight import QuantisedWeight
@@ -67,23 +67,13 @@ class ModuleState:
             for name, spec in specs.items()
             if spec.inner is not None and spec.inner.mesh is not None
         }
-        self._alone: tuple[tuple[Any, ...], Callable[..., Any]] | None = None
+        self._alone: Callable[..., Any] | None = None
 
-    def alone(
-        self,
-        inner: Callable[..., Any],
-        name: str,
-        hooks: tuple[Any, ...],
-        compiled: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-    ) -> Callable[..., Any]:
-        """What calls `inner` for this module alone, as long as it has these hooks; with others, uncompiled.
-
-        name: of its code.  compiled: what compiles it; nothing is needed while Dynamo looks at all frames.
-        """
+    def alone(self, inner: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """What calls `inner` for this module alone; name: of its code."""
         if self._alone is None:
-            self._alone = hooks, compiled(_with_own_code(inner, name))
-        first, function = self._alone
-        return function if first == hooks else torch.compiler.disable(inner)
+            self._alone = _with_own_code(inner, name)
+        return self._alone
 
     skip_frame(alone)
 
@@ -104,7 +94,7 @@ def sharded_class(
     members["__reduce_ex__"] = _refuse_to_copy
     members["_apply"] = _apply_to_buffers(cls._apply)
     members["_fcdp_key_of"] = _fcdp_key_of
-    members["compile"] = _compile_within_gate(cls, is_root)
+    members["compile"] = _compile_within_gate(cls)
     if callable(getattr(cls, "save_pretrained", None)):
         members["save_pretrained"] = _saving(cls.save_pretrained)  # type: ignore[attr-defined]  # a library's
     if cls.forward is not nn.Module.forward:
@@ -234,8 +224,7 @@ def _forward_within_gate(
         return inner(self, *args, **kwargs)
 
     inlined = checked if is_root or input_dtype is not None else inner
-    name = f"forward of {cls.__name__}"
-    shared = _with_own_code(inlined, name)
+    shared = _with_own_code(inlined, f"forward of {cls.__name__}")
     stands_apart = role in (StackRole.STACK, StackRole.BESIDE)
 
     # Python runs the first of these frames, so the gate is set for all that runs eagerly below it, whatever
@@ -248,10 +237,7 @@ def _forward_within_gate(
             result = inlined(self, *args, **kwargs)
             return _requiring_grad(self, result) if self._forward_hooks else result
         state: ModuleState = self._fcdp  # a call of a function would be a frame for Dynamo
-        traced = shared
-        if role is StackRole.BESIDE and (hooks := hooks_of(self)):
-            traced = state.alone(inlined, name, hooks)
-        return state.gate.watch(traced, self, *args, **kwargs)
+        return state.gate.watch(shared, self, *args, **kwargs)
 
     skip_frame(forward)
     return forward
@@ -275,7 +261,7 @@ def _layer_call(cls: type[nn.Module]) -> Callable[..., Any]:
         if self._compiled_call_impl is not None:  # compiled by the user
             return inner(self, *args, **kwargs)
         state: ModuleState = self._fcdp
-        traced = state.alone(inner, name, hooks) if (hooks := hooks_of(self)) else shared
+        traced = state.alone(inner, name) if has_hooks(self) else shared
         return state.gate.watch(traced, self, *args, **kwargs)
 
     skip_frame(call)
@@ -328,28 +314,21 @@ def _with_own_code(inner: Callable[..., Any], name: str) -> Callable[..., Any]:
     return traced
 
 
-def _compile_within_gate(cls: type[nn.Module], is_root: bool) -> Callable[..., None]:
+def _compile_within_gate(cls: type[nn.Module]) -> Callable[..., None]:
     inner: Callable[..., None] = cls.compile
-    name = f"call of {cls.__name__}"
 
     @functools.wraps(inner)
     def compile_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         inner(self, *args, **kwargs)
         compiled: Any = self._compiled_call_impl
-        state = _state(self)
-        gate, model = state.gate, state.model
-        compile_alike = functools.partial(torch.compile, **kwargs)
+        gate, model = _state(self).gate, _state(self).model
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if model.whole:  # as in `_noted_call`, which does not reach what was compiled in place
                 return torch.compiler.disable(self._call_impl)(*args, **kwargs)
-            traced = compiled
-            # Modules that are compiled one by one share a code object, and Dynamo has no guards on hooks.
-            if not is_root and (hooks := hooks_of(self)):
-                traced = state.alone(self._call_impl, name, hooks, compile_alike)
             before, gate.is_called = gate.is_called, True
             try:
-                return traced(*args, **kwargs)
+                return compiled(*args, **kwargs)
             finally:
                 gate.is_called = before
 
@@ -374,7 +353,7 @@ def _requiring_grad(module: nn.Module, result: Any) -> Any:
     return REQUIRE_GRAD(result, _state(module).gate.anchor) if asks() else result
 
 
-# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is; Dynamo's own guards notice other hooks.
+# Constant for Dynamo, as `_fcdp_refuse_new_parameters` is; guards notice other hooks.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_only_asks_for_gradients(module: nn.Module) -> bool:
     """Whether all that a module's forward hooks do is to call `requires_grad_`, and not with False.
