@@ -342,6 +342,10 @@ _JOBS: dict[str, Job] = {
 }
 
 _SLOW = (
+    "whole tensors",
+    "whole adapters",
+    "loads that are refused",
+    "names and flags",
     "whole tensors on meta",
     "default device",
     "full state dict",

@@ -10,7 +10,7 @@ import fcdp_compile
 from tests.distributed.models import CASES, batch
 from tests.distributed.ranks import run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def _train(mesh: DeviceMesh, name: str) -> list[float]:

@@ -128,7 +128,7 @@ def _draws(mesh: DeviceMesh, options: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "nodes"),
     [
-        ({}, 2),
+        pytest.param({}, 2, marks=pytest.mark.slow),
         pytest.param({"strategy": "ddp"}, 2, marks=pytest.mark.slow),
         # Tensors on the host draw from the host's generator.
         pytest.param({"offload_params": True}, 2, marks=[pytest.mark.cpu, pytest.mark.slow]),
