@@ -63,10 +63,15 @@ def test_numbers_are_those_of_replicated_training() -> None:
         assert plans == LAYERS + 3  # the embedding, the layers, the norm, the head
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("is_adapted", [False, True])
-@pytest.mark.parametrize("strategy", ["fcdp", "zero3", "zero++", "zero1"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("fcdp", marks=pytest.mark.slow),
+        *(pytest.param(s, marks=pytest.mark.rare) for s in ("zero3", "zero++", "zero1")),
+    ],
+)
 def test_bytes_are_those_of_one_graph(
     strategy: str, is_adapted: bool, is_checkpointed: bool
 ) -> None:
