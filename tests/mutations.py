@@ -40,7 +40,7 @@ RESULTS = ROOT / "build" / "mutations.json"
 COUNT = 60
 LIMIT_S = 1800
 FAST = "not distributed and not cluster and not slow and not rare and not gpu"
-_NOT_ASKED = ("docs", "benchmarks", "examples", "cluster", "test_packaging.py", "test_shapes.py")
+_NOT_ASKED = ("docs", "benchmarks", "examples", "cluster", "house")
 """Tests of documents, packaging, examples and the text of the source, which check no numbers."""
 
 

@@ -117,17 +117,21 @@ def test_the_next_drain_runs_the_last_one() -> None:
 def test_a_failed_reduction_is_an_error_wherever_a_gradient_is_read() -> None:
     model, drains = fake_model(), Drains(Cpu())
     failed: list[bool] = []
+    read: list[Tensor] = []
     model.seams.fail = partial(failed.append, True)
 
     def run() -> None:
         _, grads, _ = backward(model, drains, fails={Kind.INTER_REDUCE_SCATTER})
+        assert not failed, "nobody has read a gradient"
         for grad in (*grads, *grads):
             with pytest.raises(RuntimeError, match="failed"):
                 grad + 1
+            read.append(grad)
 
     with pytest.raises(RuntimeError, match="failed"):
         within_a_backward(run)
     assert failed == [True]
+    assert read
 
 
 def test_a_failed_backward_leaves_nothing() -> None:

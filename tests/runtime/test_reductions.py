@@ -1,4 +1,4 @@
-"""Low-precision gradients are summed in fp32 and rounded once per level, with any transport."""
+"""What arrives: the parts of a gather in their places, sums of gradients rounded once per level."""
 
 from __future__ import annotations
 
@@ -95,3 +95,36 @@ def test_gloo_leaves_the_wait_to_whoever_needs_the_result(monkeypatch: pytest.Mo
     assert out.tolist() == [0.0, 0.0]
     left.finish()
     assert out.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("node", range(3))
+def test_the_rest_of_a_gather_joins_what_the_node_has(node: int) -> None:
+    """Of 3 nodes with 2 ranks: this node has its own home shards already."""
+    full = torch.arange(2 * 3 * 4).view(2, 3, 4)  # by place, node, and element of the home shard
+    sent: list[Tensor] = []
+
+    def all_gather(out: Tensor, send: Tensor) -> None:
+        sent.append(send)
+        out.copy_(torch.cat([full[:, :node], full[:, node + 1 :]], dim=1).flatten())
+
+    over: Any = SimpleNamespace(all_gather=all_gather, scratch=Scratch(None))
+    out, own = torch.empty(24, dtype=full.dtype), full[:, node].flatten()
+    assert bodies.gather_rest(out, full[1].flatten(), own, node, over) is None
+    assert out.tolist() == full.flatten().tolist()
+    (others,) = sent
+    assert others.tolist() == [x for n in range(3) if n != node for x in full[1, n].tolist()]
+
+
+def test_parts_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank i has sizes[i] elements; each rank sends its elements to all."""
+    asked: list[tuple[Any, Any]] = []
+
+    def all_to_all(out: Tensor, send: Tensor, **given: Any) -> None:
+        asked.append((given["output_split_sizes"], given["input_split_sizes"]))
+        assert send.view(torch.float32).tolist() == [1.0, 2.0] * 3
+
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    wait: Any = None
+    over = OnStream(None, 3, Cpu(), wait, Scratch(None))
+    assert bodies.gather_parts(torch.empty(6), torch.tensor([1.0, 2.0]), [3, 2, 1], over) is None
+    assert asked == [([12, 8, 4], [8, 8, 8])]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.runtime.collectives.collectives import Collectives, Telling
+from fcdp_compile.runtime.parameters.home_memory import book
 from fcdp_compile.torch_compat.distributed import calls_dispatch_of_subclasses
 from tests.streams.programs import four_ranks
 
@@ -22,6 +24,13 @@ from tests.streams.programs import four_ranks
 def ranks() -> Iterator[None]:
     with four_ranks():
         yield
+
+
+class Offloaded(NamedTuple):
+    """The part of a spec that says how much memory a home shard takes on the host."""
+
+    computes_on: str | None
+    home_bytes: int
 
 
 def _sharded() -> nn.Linear:
@@ -71,6 +80,46 @@ def test_whole_moments_are_cut_and_told_to_nobody(monkeypatch: pytest.MonkeyPatc
     assert isinstance(part := cut.to_local(), Tensor)
     assert torch.equal(part, model.weight.part_of(whole))  # type: ignore[attr-defined]
     assert said == []
+
+
+def test_what_offloaded_parameters_send() -> None:
+    model = fcdp_compile.shard(
+        nn.Linear(8, 8), fcdp_compile.make_mesh(nodes=2), offload_params=True
+    )
+    sent = state_of(model).counters.sent
+    torch._dynamo.reset()
+    net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
+    for step in (1, 2):
+        net(torch.rand(2, 8)).sum().backward()
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        here = 4 * (8 * 8 + 8) // 4  # of this rank
+        assert (sent["load_home"], sent["store_grads"]) == (step * here, step * here)
+
+
+@pytest.mark.parametrize(
+    ("is_pinned", "taken"), [(True, 8192 + 8192 + 64), (False, 4100 + 4100 + 64)]
+)
+def test_memory_of_offloaded_parameters(is_pinned: bool, taken: int) -> None:
+    """The allocator of pinned memory rounds up to a power of two; gradients take as much as shards."""
+    asked: list[int] = []
+    memory: Any = SimpleNamespace(book=lambda what, size, *_, is_pinned: asked.append(size))
+    device: Any = SimpleNamespace(registers=is_pinned)
+    held = [("cuda", 4100, True), ("cuda", 64, False), ("cuda", 0, True), (None, 10, True)]
+    specs: Any = {Offloaded(*spec): is_trained for *spec, is_trained in held}
+    nobody: Any = None
+    book(specs, memory, nobody, nobody, device)
+    assert asked == [taken]
+    assert memory.home_bytes == taken - (taken - 64) // 2
+
+
+def test_an_optimizer_is_watched_once() -> None:
+    model = _sharded()
+    optimizer = torch.optim.Adam(model.parameters())
+    before = len(optimizer._optimizer_load_state_dict_post_hooks)
+    for _ in range(2):
+        _step(model, optimizer)
+    assert len(optimizer._optimizer_load_state_dict_post_hooks) == before + 1
 
 
 def test_an_optimizer_is_the_business_of_the_model_that_it_trains(
