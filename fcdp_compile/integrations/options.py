@@ -57,7 +57,7 @@ class FcdpOptions:
     reduce_dtype: torch.dtype | None = None
     gradient_on: str | None = None
     module_strategies: Mapping[str, str | Strategy] | None = None
-    layers: Literal["inline", "shared"] = "inline"
+    layers: Literal["auto", "inline", "shared"] = "auto"
     dynamic: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     companion_strategy: str | Strategy | None = None

@@ -15,6 +15,7 @@ from torch._C._dynamo.eval_frame import (
     _FrameExecStrategy,
     set_code_exec_strategy,
 )
+from torch._dynamo import graph_break as _break_graph
 from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo import skip_frame as _run_in_python
 from torch._dynamo.eval_frame import innermost_backend, skip_code
@@ -53,6 +54,13 @@ def skip_frames_below(function: F) -> F:
 skip_this_frame = _run_in_python
 """Where Dynamo traces a call of it, Python runs the frame that Dynamo began with, and all later frames of
 that code.  Dynamo then looks at the frames of the functions that it calls."""
+
+
+break_graph = _break_graph
+"""Where Dynamo traces a call of it with `msg=OWN_BREAK`, it compiles what the frame that it began with does
+before and after the call within which it is; Python runs this call, and Dynamo looks at its frames."""
+
+OWN_BREAK = "fcdp compiles equal layers by themselves"
 
 
 def may_skip_frame() -> bool:
@@ -103,21 +111,26 @@ def make_dynamic(tensor: Tensor, dim: int) -> None:
 def graph_breaks() -> dict[str, int]:
     """The first line of each reason for which Dynamo broke a graph in this process, and how often.
 
-    Frames that run in Python because they asked for it (`skip_this_frame`) are no breaks.
+    Where fcdp asks for it (`skip_this_frame`, `break_graph`) is no break.
     """
     found: dict[str, int] = {}
     for reason, count in counters["graph_break"].items():
-        first = str(reason).strip().splitlines()[0]
-        if first.startswith("Call to `torch._dynamo.skip_frame()`"):
+        if _is_own_break(str(reason)):
             continue
+        first = str(reason).strip().splitlines()[0]
         found[first] = found.get(first, 0) + int(count)
     return found
 
 
 def graph_break_places() -> list[str]:
     """Where Dynamo broke graphs in this process, since its last reset: "FILE:LINE", in order."""
-    stacks = [reason.user_stack for reason in graph_break_reasons if reason.user_stack]
+    reasons = [r for r in graph_break_reasons if r.user_stack and not _is_own_break(r.reason)]
+    stacks = [reason.user_stack for reason in reasons]
     return list(dict.fromkeys(f"{stack[-1].filename}:{stack[-1].lineno}" for stack in stacks))
+
+
+def _is_own_break(reason: str) -> bool:
+    return OWN_BREAK in reason or "Call to `torch._dynamo.skip_frame()`" in reason
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:

@@ -125,6 +125,25 @@ def test_equal_layers_share_a_trace() -> None:
     assert not fcdp_compile.explain(pair.model).uncovered
 
 
+class Scored(nn.Module):
+    """A stack within a module that computes with its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.score = Stack(), nn.Linear(7, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.score(self.body(ids).tanh()).log_softmax(-1)
+
+
+def test_the_code_around_a_stack_is_compiled() -> None:
+    pair = Pair(cls=Scored)
+    pair.compare()
+    assert pair.graphs == 4  # those of the stack, and all that comes after it
+    assert len(state_of(pair.model).plans) == LAYERS + 3
+    assert not fcdp_compile.explain(pair.model).graph_breaks
+
+
 def test_one_graph_for_who_asks_for_it() -> None:
     pair = Pair(fullgraph=True)
     pair.compare(steps=1)
@@ -154,11 +173,24 @@ def test_layers_that_share_an_object_are_in_one_graph(caplog: pytest.LogCaptureF
     pair.compare(steps=1, cache=cache)
     assert cache.seen == 2 * LAYERS
     assert pair.graphs == 1
-    (warned,) = [r.message for r in caplog.records if "layers=" in r.message]
+    (warned,) = [r.message for r in caplog.records if "one by one" in r.message]
     assert warned == (
-        'layers="shared" has no effect: Layer is given an object that layers may change, such as a cache of '
-        "keys and values; make a Transformers model with use_cache=False"
+        "equal layers are traced one by one, and the model starts slowly: Layer is given an object that may "
+        "differ between layers, such as a cache of keys and values; make a Transformers model with "
+        "use_cache=False"
     )
+
+
+@pytest.mark.parametrize(
+    ("count", "width", "are_shared"), [(8, 4096, True), (7, 4096, False), (8, 4095, False)]
+)
+def test_by_default_many_large_layers_share_a_trace(
+    count: int, width: int, *, are_shared: bool
+) -> None:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
+    model = fcdp_compile.shard(nn.Sequential(*layers))
+    assert {hasattr(layer, "_fcdp_stands_alone") for layer in model} == {are_shared}
 
 
 def test_compiled_in_place_as_the_trainers_do() -> None:

@@ -58,5 +58,5 @@ def test_strategies_without_home_shards_stay() -> None:
 
 @pytest.mark.parametrize("value", [True, None, "apart"])
 def test_what_is_no_choice_of_layers(value: object) -> None:
-    with pytest.raises(ValueError, match="layers must be 'inline' or 'shared', not"):
+    with pytest.raises(ValueError, match="layers must be 'auto', 'inline' or 'shared', not"):
         check_choices(False, value)

@@ -1,11 +1,11 @@
 """Equal layers of a model, which are traced and compiled once: the first layer's trace serves the others.
 
-[Note: layers by themselves] With `shard(layers="shared")`, a module that contains equal layers, a *stack*,
-runs in Python.  Each of its layers is compiled by itself, and so are the modules beside them, such as an
-embedding.  Dynamo compares a layer with those that it has traced, by its guards: a layer with another flag,
-another size, another tensor or other hooks (`guard_empty_hooks`) gets a trace of its own.  Dynamo gives up
-code of which it has many traces, and hooks often differ in every layer.  So a layer with hooks, in it or
-below, gets code of its own.
+[Note: layers by themselves] With `shard(layers="shared")`, and with "auto" if it pays (`are_worth_sharing`),
+a module that contains equal layers, a *stack*, runs in Python.  Each of its layers is compiled by itself, and
+so are the modules beside them, such as an embedding.  Dynamo compares a layer with those that it has traced,
+by its guards: a layer with another flag, another size, another tensor or other hooks (`guard_empty_hooks`)
+gets a trace of its own.  Dynamo gives up code of which it has many traces, and hooks often differ in every
+layer.  So a layer with hooks, in it or below, gets code of its own.
 
 The first layer that Dynamo reaches decides.  The layers stay in one graph
 
@@ -32,6 +32,8 @@ from fcdp_compile.torch_compat.compilers import skip_frame
 
 COMPILES_LAYERS = "fcdp_compiles_layers"
 """The attribute of a backend whose graphs serve all layers that share a trace."""
+
+_MANY, _LARGE = 8, 2**24
 
 _PLAIN = (Tensor, BlockMask, bool, int, float, str, type(None), torch.dtype, torch.device)
 
@@ -87,6 +89,21 @@ def roles(
     uses = Counter(p for m in apart for p in set(m.parameters()) if p.requires_grad)
     # Two graphs would reduce the gradient of a shared parameter twice, where one graph reduces the sum.
     return {} if any(count > 1 for count in uses.values()) else found
+
+
+def are_worth_sharing(
+    parts: Mapping[nn.Module, StackRole], records: Mapping[nn.Parameter, ParamRecord]
+) -> bool:
+    """Whether the earlier start of these layers pays for the work that Python has more in every step.
+
+    For at least 8 layers of, on average, at least 16.8 million elements: they compute, or wait for the
+    network, longer than Python works for them.  The same on all ranks.
+
+    parts: of `roles`.  records: of the parameters.
+    """
+    layers = [module for module, role in parts.items() if role is StackRole.LAYER]
+    elements = sum(p.numel() for layer in layers for p in layer.parameters() if p in records)
+    return len(layers) >= _MANY and elements >= _LARGE * len(layers)
 
 
 def is_plain(value: Any) -> bool:

@@ -307,8 +307,8 @@ def check_choices(offload_params: object, layers: object) -> None:
     """
     if not isinstance(offload_params, bool) and offload_params != "auto":
         raise ArgumentError(f"offload_params must be True, False or 'auto', not {offload_params!r}")
-    if layers not in ("inline", "shared"):
-        raise ArgumentError(f"layers must be 'inline' or 'shared', not {layers!r}")
+    if layers not in ("auto", "inline", "shared"):
+        raise ArgumentError(f"layers must be 'auto', 'inline' or 'shared', not {layers!r}")
 
 
 def check_home_nodes(matrices: Sequence[nn.Parameter], tp: DeviceMesh | None) -> None:

@@ -33,7 +33,7 @@ from fcdp_compile.core.params.spec import (
 )
 from fcdp_compile.core.ranks.inner_mesh import data_mesh
 from fcdp_compile.core.sharding.assignment import adapted, assign, chosen_strategy
-from fcdp_compile.core.sharding.layers import StackRole, roles
+from fcdp_compile.core.sharding.layers import StackRole, are_worth_sharing, roles
 from fcdp_compile.core.sharding.loads import watch_loads
 from fcdp_compile.core.sharding.refusals import (
     Dtypes,
@@ -87,7 +87,7 @@ def shard(
     ignored_params: Iterable[nn.Parameter] = (),
     buffer_dtype: torch.dtype | None = None,
     offload_params: bool | str = False,
-    layers: str = "inline",
+    layers: str = "auto",
 ) -> M:
     """Shard `model` in place over all ranks of `mesh` and return it.
 
@@ -113,7 +113,8 @@ def shard(
     buffer_dtype: the dtype that floating point buffers are cast to now; by default they stay as they are.
     offload_params: True: keep home shards, gradients and so optimizer states in host memory, where optimizers
     step; "auto": do so if they take more than three quarters of the smallest GPU of all ranks.
-    layers: "inline"; or "shared": equal layers share a trace and its code (`core.sharding.layers`).
+    layers: "inline": one graph of all layers; "shared": equal layers share a trace and its code
+    (`core.sharding.layers`); "auto": shared if there are many and they are large (`are_worth_sharing`).
 
     Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
@@ -132,7 +133,10 @@ def shard(
         strategies = assign(root, names, chosen, module_strategies or {})
         state, records = _new_state(root, names, strategies, topology, dtypes, offload_params)
         agree_on_model(root, state, records, ignored, dtypes)
-    _install(root, state, records, dtypes, given, are_shared=layers == "shared")
+    parts = {} if layers == "inline" else roles(root, records, state.records.alike)
+    if layers == "auto" and not are_worth_sharing(parts, records):
+        parts = {}
+    _install(root, state, records, dtypes, given, parts)
     return model
 
 
@@ -284,17 +288,15 @@ def _install(
     records: dict[nn.Parameter, ParamRecord],
     dtypes: Dtypes,
     mesh: DeviceMesh | None,
-    *,
-    are_shared: bool,
+    parts: Mapping[nn.Module, StackRole],
 ) -> None:
     """Replace the model's parameters and classes, and register its hooks.
 
-    are_shared: whether equal layers share a trace.
+    parts: what modules are to equal layers that share a trace.
     """
     _meshes[state] = mesh
     specs = {r.spec: p.requires_grad for p, r in records.items()}
     book(specs, state.host_memory, state.collectives, state.pool, state.device)
-    parts = roles(root, records, state.records.alike) if are_shared else {}
     _replace(root, state, records, dtypes.param, parts)
     _move_buffers(root, state.device.torch, dtypes.buffer)
     for record in records.values():

@@ -35,6 +35,8 @@ from fcdp_compile.runtime.parameters.record import ParamRecord
 from fcdp_compile.torch_compat import tree_map_only
 from fcdp_compile.torch_compat.autograd import is_in_derivative, is_recomputing
 from fcdp_compile.torch_compat.compilers import (
+    OWN_BREAK,
+    break_graph,
     may_skip_frame,
     skip_frame,
     skip_this_frame,
@@ -225,15 +227,15 @@ def _forward_within_gate(
 
     inlined = checked if is_root or input_dtype is not None else inner
     shared = _with_own_code(inlined, f"forward of {cls.__name__}")
-    stands_apart = role in (StackRole.STACK, StackRole.BESIDE)
+    is_stack = role is StackRole.STACK
 
     # Python runs the first of these frames, so the gate is set for all that runs eagerly below it, whatever
     # is traced.  Frames that Dynamo inlines leave the gate alone: each look at it would be a guard.
     @functools.wraps(inner)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            if stands_apart and self._fcdp_is_apart():
-                skip_this_frame()
+            if is_stack and self._fcdp_is_apart():
+                break_graph(msg=OWN_BREAK)
             result = inlined(self, *args, **kwargs)
             return _requiring_grad(self, result) if self._forward_hooks else result
         state: ModuleState = self._fcdp  # a call of a function would be a frame for Dynamo
@@ -287,8 +289,9 @@ def _fcdp_stands_alone(layer: nn.Module, is_plain: bool) -> bool:
     state = _state(layer)
     if not is_plain and state.gate.has_layers is None and state.model.topology.number == 0:
         log.warning(
-            'layers="shared" has no effect: %s is given an object that layers may change, such as a cache of '
-            "keys and values; make a Transformers model with use_cache=False",
+            "equal layers are traced one by one, and the model starts slowly: %s is given an object that may "
+            "differ between layers, such as a cache of keys and values; make a Transformers model with "
+            "use_cache=False",
             type(layer).__name__,
         )
     state.gate.has_layers = is_plain or bool(state.gate.has_layers)
