@@ -1,6 +1,6 @@
 """Equal layers of a model, which are traced and compiled once: the first layer's trace serves the others.
 
-[Note: layers by themselves] With `shard(layers="shared")`, and with "auto" if it pays (`are_worth_sharing`),
+[Note: layers by themselves] With `shard(layers="shared")`, and with "auto" if it pays (`_pays`),
 a module that contains equal layers, a *stack*, runs in Python.  Each of its layers is compiled by itself, and
 so are the modules beside them, such as an embedding.  Dynamo compares a layer with those that it has traced,
 by its guards: a layer with another flag, another size, another tensor or other hooks (`guard_empty_hooks`)
@@ -51,15 +51,21 @@ class StackRole(Enum):
 
 
 def roles(
-    root: nn.Module, records: Mapping[nn.Parameter, ParamRecord], alike: Mapping[str, str]
+    setting: str,
+    root: nn.Module,
+    records: Mapping[nn.Parameter, ParamRecord],
+    alike: Mapping[str, str],
 ) -> dict[nn.Module, StackRole]:
-    """The roles of modules; of none if the model has no equal layers.
+    """The roles of modules; of none if no equal layers shall share a trace.
 
     The children of a module list or a sequence are layers if two of them have submodules and are equal: in
     class, and in the names and facts of their parameters.
 
-    records: of the parameters; other parameters are ignored.  alike: `runtime.parameters.record.Records`.
+    setting: "inline", "shared" or "auto".  records: of the parameters; other parameters are ignored.
+    alike: `runtime.parameters.record.Records`.
     """
+    if setting == "inline":
+        return {}
     found: dict[nn.Module, StackRole] = {}
 
     def kind(layer: nn.Module) -> tuple[Any, ...] | None:
@@ -88,10 +94,11 @@ def roles(
     apart = [m for m, role in found.items() if role is not StackRole.STACK]
     uses = Counter(p for m in apart for p in set(m.parameters()) if p.requires_grad)
     # Two graphs would reduce the gradient of a shared parameter twice, where one graph reduces the sum.
-    return {} if any(count > 1 for count in uses.values()) else found
+    is_whole = all(count == 1 for count in uses.values())
+    return found if is_whole and (setting == "shared" or _pays(found, records)) else {}
 
 
-def are_worth_sharing(
+def _pays(
     parts: Mapping[nn.Module, StackRole], records: Mapping[nn.Parameter, ParamRecord]
 ) -> bool:
     """Whether the earlier start of these layers pays for the work that Python has more in every step.

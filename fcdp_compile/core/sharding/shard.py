@@ -33,7 +33,7 @@ from fcdp_compile.core.params.spec import (
 )
 from fcdp_compile.core.ranks.inner_mesh import data_mesh
 from fcdp_compile.core.sharding.assignment import adapted, assign, chosen_strategy
-from fcdp_compile.core.sharding.layers import StackRole, are_worth_sharing, roles
+from fcdp_compile.core.sharding.layers import StackRole, roles
 from fcdp_compile.core.sharding.loads import watch_loads
 from fcdp_compile.core.sharding.refusals import (
     Dtypes,
@@ -114,7 +114,7 @@ def shard(
     offload_params: True: keep home shards, gradients and so optimizer states in host memory, where optimizers
     step; "auto": do so if they take more than three quarters of the smallest GPU of all ranks.
     layers: "inline": one graph of all layers; "shared": equal layers share a trace and its code
-    (`core.sharding.layers`); "auto": shared if there are many and they are large (`are_worth_sharing`).
+    (`core.sharding.layers`); "auto": shared if there are many and they are large.
 
     Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
@@ -133,10 +133,7 @@ def shard(
         strategies = assign(root, names, chosen, module_strategies or {})
         state, records = _new_state(root, names, strategies, topology, dtypes, offload_params)
         agree_on_model(root, state, records, ignored, dtypes)
-    parts = {} if layers == "inline" else roles(root, records, state.records.alike)
-    if layers == "auto" and not are_worth_sharing(parts, records):
-        parts = {}
-    _install(root, state, records, dtypes, given, parts)
+    _install(root, state, records, dtypes, given, roles(layers, root, records, state.records.alike))
     return model
 
 
