@@ -1,11 +1,12 @@
 """Equal layers of a model, which are traced and compiled once: the first layer's trace serves the others.
 
-[Note: layers by themselves] With `shard(layers="shared")`, and with "auto" if it pays (`_pays`),
-a module that contains equal layers, a *stack*, runs in Python.  Each of its layers is compiled by itself, and
-so are the modules beside them, such as an embedding.  Dynamo compares a layer with those that it has traced,
-by its guards: a layer with another flag, another size, another tensor or other hooks (`guard_empty_hooks`)
-gets a trace of its own.  Dynamo gives up code of which it has many traces, and hooks often differ in every
-layer.  So a layer with hooks, in it or below, gets code of its own.
+[Note: layers by themselves] With `shard(layers="shared")`, and with "auto" if it pays (`_pays`), a module
+that contains equal layers, a *stack*, runs in Python where it calls them.  Each layer is compiled by itself,
+and so are the modules beside them, such as an embedding.  What modules around the stack compute, such as a
+loss, is compiled as ever, with a graph break where the stack is called.  Dynamo compares a layer with those
+that it has traced, by its guards: a layer with another flag, another size, another tensor or other hooks
+(`guard_empty_hooks`) gets a trace of its own.  Dynamo gives up code of which it has many traces, and hooks
+often differ in every layer.  So a layer with hooks, in it or below, gets code of its own.
 
 The first layer that Dynamo reaches decides.  The layers stay in one graph
 
