@@ -62,7 +62,8 @@ def roles(
     The children of a module list or a sequence are layers if two of them have submodules and are equal: in
     class, and in the names and facts of their parameters.
 
-    setting: "inline", "shared" or "auto".  records: of the parameters; other parameters are ignored.
+    setting: "inline": one graph of all layers; "shared": equal layers share a trace and its code; "auto":
+    shared if they are many and large.  records: of the parameters; other parameters are ignored.
     alike: `runtime.parameters.record.Records`.
     """
     if setting == "inline":

@@ -113,8 +113,7 @@ def shard(
     buffer_dtype: the dtype that floating point buffers are cast to now; by default they stay as they are.
     offload_params: True: keep home shards, gradients and so optimizer states in host memory, where optimizers
     step; "auto": do so if they take more than three quarters of the smallest GPU of all ranks.
-    layers: "shared": equal layers share a trace and its code (`core.sharding.layers`); "inline": one graph of
-    all layers; "auto": shared if they are many and large.
+    layers: whether equal layers share a trace: "inline", "shared" or "auto" (`core.sharding.layers.roles`).
 
     Raises: ArgumentError, before anything is communicated, for arguments or a model that cannot be sharded,
     and on every rank if ranks build different models or NCCL would have to connect ranks that use one GPU.
