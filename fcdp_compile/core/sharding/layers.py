@@ -42,13 +42,11 @@ _PLAIN = (Tensor, BlockMask, bool, int, float, str, type(None), torch.dtype, tor
 class StackRole(Enum):
     """What a module is to the equal layers of its model.
 
-    STACK: it contains some.  LAYER: it is one.  BESIDE: neither, and in no layer; not within another such
-    module.
+    STACK: it contains some.  LAYER: it is one.
     """
 
     STACK = "stack"
     LAYER = "layer"
-    BESIDE = "beside"
 
 
 def roles(
@@ -90,10 +88,8 @@ def roles(
 
     if not has_layers(root):
         return {}
-    for module in [m for m, role in found.items() if role is StackRole.STACK]:
-        for child in module.children():
-            found.setdefault(child, StackRole.BESIDE)
-    apart = [m for m, role in found.items() if role is not StackRole.STACK]
+    stacks = {m for m, role in found.items() if role is StackRole.STACK}
+    apart = {child for stack in stacks for child in stack.children()} - stacks
     uses = Counter(p for m in apart for p in set(m.parameters()) if p.requires_grad)
     # Two graphs would reduce the gradient of a shared parameter twice, where one graph reduces the sum.
     is_whole = all(count == 1 for count in uses.values())

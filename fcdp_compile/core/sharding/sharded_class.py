@@ -102,7 +102,7 @@ def sharded_class(
     if cls.forward is not nn.Module.forward:
         members["forward"] = _forward_within_gate(cls, input_dtype, is_root, role)
         members["_fcdp_only_asks_for_gradients"] = _fcdp_only_asks_for_gradients
-    if role is not None:
+    if role is StackRole.STACK:
         members["_fcdp_is_apart"] = _fcdp_is_apart
     if role is StackRole.LAYER:
         members["_fcdp_stands_alone"] = _fcdp_stands_alone
@@ -273,7 +273,7 @@ def _layer_call(cls: type[nn.Module]) -> Callable[..., Any]:
 # Constant for Dynamo, as `_fcdp_refuse_new_parameters` is.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_is_apart(module: nn.Module) -> bool:
-    """Whether Python runs the frame that Dynamo traces: it contains layers that stand by themselves."""
+    """Whether a call of a stack is left to Python: it contains layers that stand by themselves."""
     return bool(_state(module).gate.has_layers) and _may_stand_alone()
 
 
