@@ -54,6 +54,10 @@ EXPLAINED = {
     "runtime/collectives/channel.py: out.copy_(arrived, non_blocking=False)": (
         "the lane's own thread waits for the copy, the last work of its task; no result can differ"
     ),
+    "passes/partition.py: pass": "an assertion of what the passes before it do",
+    "runtime/run.py: self._accumulates = True  # whether the last forward's backward will": (
+        "no backward runs before a forward, which sets it"
+    ),
     "runtime/program.py: first = self._place[node.args[0]] "
     "if node.args and isinstance(node.args[0], Node) else -2": (
         "the number stands for no place, and the only steps without one, stamp and load, do not read it"
@@ -83,7 +87,8 @@ _SIGNS: dict[type[ast.operator], type[ast.operator]] = {
 _TYPED = ("getattr", "hasattr", "isinstance", "issubclass", "setattr")
 """Calls that refuse swapped arguments at once."""
 _NOT_TRIED = (ast.Raise, ast.Assert, ast.JoinedStr, ast.AnnAssign, ast.arguments, ast.ImportFrom)
-"""Syntax in which a change would only affect a message, a type or a default."""
+"""Syntax in which a change would only affect a message, a type, a default or an assertion; so would zip's
+`strict`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +141,7 @@ def mutations(file: str, source: str) -> list[Mutation]:
         )
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, _NOT_TRIED):
+        if isinstance(node, _NOT_TRIED) or (isinstance(node, ast.keyword) and node.arg == "strict"):
             return
         if isinstance(node, ast.expr | ast.stmt):
             for kind, after in _changes(node):

@@ -111,6 +111,8 @@ def test_symbols_count_with_the_values_that_they_were_traced_with_or_others() ->
         return [a.bytes for a in alive]
 
     s, t = hints_of(gm)
+    doubled = make_fx(lambda x: torch.cat([x, x]), tracing_mode="symbolic")(torch.empty(6, 5))
+    assert sorted(hints_of(doubled).values()) == [5, 6], "12 is no symbol's value"
     assert of_sizes(None) == of_sizes(hints_of(gm)) == [240, 240 - 120 + 20]
     assert of_sizes({s: 3, t: 7}) == [8 * 21, 4 * 21 + 4 * 7]
     assert of_sizes({s: 3})[0] == 0, "what data decide is not known"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from builders_graph import Where, make_context, make_specs, toy_backward, toy_forward
 from fcdp_compile.passes.graph.context import PassContext
+from fcdp_compile.passes.graph.runner import watched
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import plan_accumulation, plan_graphs
@@ -66,3 +69,13 @@ def test_a_plan_says_which_gradients_really_wait(room_for: int) -> None:
     accumulated = {s.bucket for s in schedule.steps if s.kind is Kind.ACCUMULATE}
     assert len(accumulated) == room_for
     assert {p.bucket for p in plan.placements if p.accumulates} == accumulated
+
+
+def test_what_a_pass_changes_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "fcdp_compile.passes.graph.runner")
+    one, both = (toy_forward(CONTEXT.specs, uses=uses) for uses in (["a"], ["a", "b"]))
+    for after in (one, both):
+        watched("more", {"forward": one}, lambda after=after: {"forward": after})  # type: ignore[misc]
+    same, more = (record.message.partition("ms, ")[2] for record in caplog.records)
+    assert same == "no op"
+    assert "unshard" in more

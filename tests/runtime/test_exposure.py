@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fcdp_compile.devices.interface import Cpu
-from fcdp_compile.runtime.lanes.marks import Exposure
+from fcdp_compile.runtime.lanes.marks import Exposure, clock_of
 from fcdp_compile.runtime.lanes.tasks import Pending
 
 
@@ -57,3 +57,10 @@ def test_marks_that_are_not_past_do_not_count() -> None:
     exposure.wait(Pending(torch.ones(1)))
     assert len(waits) == 1
     assert exposure.end(waits) == 0
+
+
+def test_moments_of_threads_are_apart_by_seconds() -> None:
+    clock = clock_of(Cpu())
+    first, second = clock(), clock()
+    assert first.is_past()
+    assert 0.0 <= second.after_s(first) < 60.0

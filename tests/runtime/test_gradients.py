@@ -106,6 +106,10 @@ class TestSums:
         rank.accumulate(256, 1)
         rank.loss(5, accumulates=False, bucket=1).backward()
         rank.check(256)  # 257 in the reduce dtype
+        on_host = (
+            2 * HELD_BYTES if tier is Tier.HOST else 0
+        )  # that of the second micro-batch, and this one
+        assert rank.counters.sent["collect"] == on_host
         assert not rank.accumulation.waits_for([rank.bound[0], rank.bound[1]])
         assert rank.accumulation.settle() == []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import subprocess
 import sys
 import textwrap
@@ -118,3 +120,14 @@ def test_what_is_cancelled_says_so() -> None:
     for pending in (cancelled, follows):
         with pytest.raises(CancelledError):
             pending.wait()
+
+
+def test_lanes_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(atexit, "unregister", registered.remove)
+    lanes = Lanes(Cpu(), is_blocking=True)
+    assert len(registered) == 1
+    del lanes
+    gc.collect()
+    assert registered == []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -10,12 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
+from fcdp_compile.plan import Direction
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.collectives.collectives import Collectives, Telling
+from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.parameters.home_memory import book
+from fcdp_compile.runtime.shared_batches import SharedBatches
 from fcdp_compile.torch_compat.distributed import calls_dispatch_of_subclasses
 from tests.streams.programs import four_ranks
 
@@ -24,6 +30,12 @@ from tests.streams.programs import four_ranks
 def ranks() -> Iterator[None]:
     with four_ranks():
         yield
+        _mesh.cache_clear()
+
+
+@cache
+def _mesh() -> DeviceMesh | None:
+    return fcdp_compile.make_mesh(nodes=2)
 
 
 class Offloaded(NamedTuple):
@@ -34,8 +46,14 @@ class Offloaded(NamedTuple):
 
 
 def _sharded() -> nn.Linear:
-    model: nn.Linear = fcdp_compile.shard(nn.Linear(8, 8), fcdp_compile.make_mesh(nodes=2))
+    model: nn.Linear = fcdp_compile.shard(nn.Linear(8, 8), _mesh())
     return model
+
+
+def _buckets_after(net: Any, model: nn.Module) -> Iterable[BoundBucket]:
+    """The buckets of a compiled model after its first step."""
+    net(torch.rand(2, 8, requires_grad=True)).sum().backward()
+    return state_of(model).bound[0].values()
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -53,6 +71,65 @@ def test_a_home_shard_is_known_by_its_memory() -> None:
     assert record.is_home(home[:0])
     assert not record.is_home(home.clone())
     assert not record.is_home(home[:1])
+    records, key = state_of(model).records, record.spec.key
+    assert records.keys_at([home]) == (key,)
+    assert records.are_at([key], [home])
+    for other in (home.clone(), state_of(model).records.by_name["bias"].local()):
+        assert not records.are_at([key], [other])
+
+
+@pytest.mark.parametrize("strategy", ["fcdp", "mics"])
+def test_a_write_is_noticed_before_the_next_forward(strategy: str) -> None:
+    model = fcdp_compile.shard(nn.Linear(8, 8), _mesh(), strategy=strategy)
+    net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
+    bucket, *_ = _buckets_after(net, model)
+    before = bucket.generation
+    net(torch.rand(2, 8, requires_grad=True))
+    assert bucket.generation == before
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    net(torch.rand(2, 8, requires_grad=True))
+    assert bucket.generation > before
+
+
+def test_a_copy_that_is_made_anew_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _sharded()
+    (bucket,) = _buckets_after(
+        torch.compile(model, backend="fcdp", options={"compute": "eager"}), model
+    )
+    store, wait = BoundBucket.store, Pending.wait
+    stored: list[Pending] = []
+    waited: list[Pending] = []
+
+    def storing(self: BoundBucket, *args: Any) -> Pending:
+        stored.append(store(self, *args))
+        return stored[-1]
+
+    def waiting(self: Pending) -> Tensor:
+        waited.append(self)
+        return wait(self)
+
+    monkeypatch.setattr(BoundBucket, "store", storing)
+    monkeypatch.setattr(Pending, "wait", waiting)
+    bucket.refresh()
+    assert stored[0] in waited
+
+
+def test_only_ranks_that_share_parameters_compare_batches() -> None:
+    asked: list[list[int]] = []
+    collectives: Any = SimpleNamespace(agree=lambda marks, what, group: asked.append(marks) or [])
+    for tp, everyone, count in (
+        (None, None, 0),
+        ("tp", None, 0),
+        (None, "all", 0),
+        ("tp", "all", 1),
+    ):
+        topology: Any = SimpleNamespace(tp=tp, everyone=everyone, among_sharers=lambda told: [])
+        batches = SharedBatches(topology, collectives)
+        asked.clear()
+        for _ in range(2):
+            batches.compare(Direction.FORWARD, [torch.tensor([1, 2])])
+        assert len(asked) == count, "once, where parameters are shared"
 
 
 @pytest.mark.skipif(
