@@ -90,7 +90,7 @@ def whole_step(plans: Sequence[Plan]) -> Plan:
     plans: at least one, in the order of their forwards.  A schedule that a plan lacks is replaced by the
     schedule that runs instead: cold.
     """
-    first, *more = plans
+    first, *more = plans = _forwards(plans)
     if not more:
         return first
     placed = {b.id: (b, at) for plan in plans for b, at in plan.placed}
@@ -110,6 +110,24 @@ def whole_step(plans: Sequence[Plan]) -> Plan:
         peak_bytes=max(peaks, default=None),
         memory_limit_bytes=min(limits, default=None),
     )
+
+
+def _forwards(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans; a graph of a training step in which nothing is trained counts as a forward."""
+
+    def as_forward(schedule: Schedule) -> Schedule:
+        is_inference = schedule.direction is Direction.INFERENCE
+        return replace(schedule, direction=Direction.FORWARD) if is_inference else schedule
+
+    directions = [{s.direction for s in plan.schedules} for plan in plans]
+    if not any(Direction.FORWARD in found for found in directions):
+        return list(plans)
+    return [
+        plan
+        if Direction.FORWARD in found
+        else replace(plan, schedules=tuple(map(as_forward, plan.schedules)))
+        for plan, found in zip(plans, directions, strict=True)
+    ]
 
 
 def _schedules(plans: Sequence[Plan], buckets: Mapping[int, Bucket]) -> Iterator[Schedule]:

@@ -139,8 +139,19 @@ def test_steps_are_those_of_the_plans_and_wait_for_earlier_steps(made: list[Plan
                 for s in plan.schedules
             ),
         )
+
+    def has_forward(*of: Plan) -> bool:
+        return any(s.direction is Direction.FORWARD for plan in of for s in plan.schedules)
+
+    def counts_as(schedule: Schedule, plan: Plan) -> Direction:
+        is_inference = schedule.direction is Direction.INFERENCE
+        is_forward = is_inference and has_forward(*made) and not has_forward(plan)
+        return Direction.FORWARD if is_forward else schedule.direction
+
     for schedule in whole_step(made).schedules:
-        parts = [s for plan in made for s in plan.schedules if s.direction is schedule.direction]
+        parts = [
+            s for plan in made for s in plan.schedules if counts_as(s, plan) is schedule.direction
+        ]
         assert [s.index for s in schedule.steps] == list(range(len(schedule.steps)))
         assert all(w < s.index for s in schedule.steps for w in s.waits)
         found = Counter((s.kind, s.bucket, s.bytes, s.label) for s in schedule.steps)
@@ -163,6 +174,18 @@ def test_the_drain_of_a_plan_is_that_of_the_graph(strategy: str) -> None:
         for n in nodes
         if n.op == "call_module" or "getitem" not in n.name
     ]
+
+
+def test_a_graph_in_which_nothing_is_trained_is_part_of_the_forward() -> None:
+    frozen, trained = layer(0), layer(1)
+    (only, _) = frozen.schedules
+    frozen = replace(frozen, schedules=(replace(only, direction=Direction.INFERENCE),))
+    forward, backward = whole_step([frozen, trained]).schedules
+    assert (forward.direction, backward.direction) == (Direction.FORWARD, Direction.BACKWARD)
+    assert {s.bucket for s in forward.steps} == {0, 1, None}
+    assert {s.bucket for s in backward.steps} == {1, None}
+    (evaluation,) = whole_step([frozen, frozen]).schedules
+    assert evaluation.direction is Direction.INFERENCE
 
 
 def test_a_graph_compiled_again_is_no_part_of_the_step() -> None:

@@ -6,7 +6,10 @@ import importlib
 import logging
 import logging.handlers
 import os
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +156,59 @@ def test_several_graphs_are_one_step() -> None:
     steps = [len(s.steps) for p in found.plans for s in p.schedules if s.variant is Variant.COLD]
     assert sum(len(part.steps) for part in found.parts) == sum(steps)
     assert found.peak_gpu_bytes >= max(plan.peak_bytes or 0 for plan in found.plans)
+
+
+class Deep(nn.Module):
+    """Equal layers behind a frozen one, large enough that they share a trace by default."""
+
+    WIDTH = 4096
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, self.WIDTH).requires_grad_(False)
+        linear = partial(nn.Linear, self.WIDTH, self.WIDTH)
+        self.layers = nn.Sequential(*(nn.Sequential(linear(), nn.Tanh()) for _ in range(8)))
+
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = self.layers(self.first(values)).square().mean()
+        return result
+
+
+def _deep(batch: int, seq: int) -> tuple[nn.Module, Inputs]:
+    return Deep(), {"values": torch.zeros(batch, 8)}
+
+
+def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = trace(_deep, seq=1, param_dtype=None)
+    monkeypatch.setattr("fcdp_compile.core.sharding.layers._MANY", 99)
+    inline = trace(_deep, seq=1, param_dtype=None)
+    assert (len(inline.graphs), len(inline.calls)) == (1, 1)
+    # The frozen layer; the first of the equal ones, whose input needs no gradient; the others; the loss.
+    assert (len(shared.graphs), len(shared.calls)) == (4, 10)
+    assert shared.unread == inline.unread == ()
+    assert [p.name for p in shared.params] == [p.name for p in inline.params]
+    saved.save(shared, "deep")
+    kept = saved.load("deep")
+    assert kept is not None
+    job = make_job(batch=512, profile=make_profile(device_memory_bytes=1 << 36))
+    for strategy, accumulate in (("fcdp", 1), ("fcdp", 2), ("zero3", 1), ("mics", 2)):
+        found, expected, again = (
+            estimate(of, Strategy.parse(strategy), replace(job, accumulate=accumulate))
+            for of in (shared, inline, kept)
+        )
+        assert found == again
+        assert len(found.plans) == 10
+        assert found.host_bytes_per_node == expected.host_bytes_per_node
+        assert _moved(found) == _moved(expected)
+        assert found.peak_gpu_bytes == pytest.approx(expected.peak_gpu_bytes, rel=0.25)
+
+
+def _moved(found: Estimate) -> dict[str, int]:
+    """The bytes that each kind of transfer moves in a step."""
+    moved: Counter[str] = Counter()
+    for part in found.parts:
+        moved.update({kind.value: size for kind, size in part.bytes_by_kind().items()})
+    return dict(moved)
 
 
 # Traces that are kept.

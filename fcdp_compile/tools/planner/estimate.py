@@ -1,13 +1,13 @@
 """The plan of one strategy for a job, with its memory, bytes and time.
 
-    traced graphs -> retarget -> plan_graphs -> parts of a step -> simulate_step
+    traced graphs -> those of a mesh -> plan_graphs -> parts of a step -> simulate_step
 
 The backend's own function makes the plans; nothing here depends on the strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -26,6 +26,7 @@ from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.passes.memory.curve import evaluate, storages
 from fcdp_compile.passes.pipeline import Graphs
+from fcdp_compile.passes.planning.alike import plan_alike, renamed
 from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import Planned, plan_accumulation, plan_graphs
@@ -127,6 +128,22 @@ class _Graph:
     left_bytes: Sequence[int]
     gradient_bytes: int
 
+    def renamed(self, keys: Mapping[str, str]) -> _Graph:
+        """The same for alike parameters, which are given by those that it was traced with."""
+        return replace(self, graphs={d: renamed(gm, keys) for d, gm in self.graphs.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """A planned call of a graph.
+
+    backward: makes the graph of its backward; None without a backward.
+    """
+
+    graph: _Graph
+    planned: Planned
+    backward: Callable[[], GraphModule] | None
+
 
 class _Estimation:
     def __init__(self, traced: TracedModel, strategy: Strategy, job: Job) -> None:
@@ -151,25 +168,36 @@ class _Estimation:
             machine=job.data_profile.rank_machine,
             inner_ranks=traced.inner_ranks,
         )
+        first: dict[ParamSpec, str] = {}
+        # Also in where their home nodes are, which a trace does not know.
+        self._alike = {
+            key: first.setdefault(replace(spec, key="", name=""), key)
+            for key, spec in specs.items()
+        }
         left = max(0, job.host_bytes_per_rank - self._homes_on_host_bytes())
         budget = HostBudget(bytes=left, limit=Limit.AVAILABLE)
         self._base = replace(self._base, host_budget=budget)
 
     def run(self) -> Estimate:
         graphs = [self._on_mesh(graph) for graph in self._traced.graphs]
-        planned: list[Planned] = []
+        calls: list[_Call] = []
         needed: tuple[list[int], list[int]] = ([], [])
         saved = [0, 0]
         # When an earlier graph's backward runs, the gradients of all later graphs exist already.
-        later = sum(graph.gradient_bytes for graph in graphs)
-        for graph in graphs:
+        later = sum(graphs[call.graph].gradient_bytes for call in self._traced.calls)
+        likes: dict[int, _Call] = {}
+        for call in self._traced.calls:
+            graph = graphs[call.graph]
             later -= graph.gradient_bytes
-            planned.append(self._plan(len(planned), graph, saved[0] + later))
-            more = self._needed(graph, planned[-1], [n + later for n in saved])
+            like, taken = likes.get(call.graph), saved[0] + later
+            made = self._planned_call(graph, like, call.keys, len(calls), taken)
+            likes.setdefault(call.graph, made)
+            calls.append(made)
+            more = self._needed(graph, made.planned, [n + later for n in saved])
             for found, points in zip(needed, more, strict=True):
                 found.extend(points)
             saved = [sum(pair) for pair in zip(saved, graph.left_bytes, strict=True)]
-        plans = self._with_accumulation(graphs, planned)
+        plans = self._with_accumulation(calls)
         step = whole_step(plans)
         parts = tuple(self._parts(step))
         waiting = _waiting_bytes(plans, _distinct(plans))
@@ -184,57 +212,96 @@ class _Estimation:
             * (self._cached_bytes(plans) + waiting[Tier.HOST] + self._homes_on_host_bytes()),
             optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=False),
             host_optimizer_bytes=_OPTIMIZER_BYTES * self._trained_elements(on_host=True),
-            max_batch_per_gpu=self._max_batch(needed, plans, planned),
+            max_batch_per_gpu=self._max_batch(needed, plans, [call.planned for call in calls]),
         )
 
     def _on_mesh(self, traced: TracedGraph) -> _Graph:
         sizes = [traced.sizes(n) for n in (self._job.batch, _SECOND * self._job.batch)]
         return _Graph(
-            graphs=_retarget(traced, self._base.specs),
+            graphs={d: _resized(gm, self._base.specs) for d, gm in traced.graphs.items()},
             outputs=traced.outputs,
             sizes=sizes,
-            left_bytes=[_left_bytes(traced.forward, s) for s in sizes],
-            gradient_bytes=self._gradient_shard_bytes(traced.backward),
+            left_bytes=[_left_bytes(traced.first, s) for s in sizes],
+            gradient_bytes=self._gradient_shard_bytes(traced.graphs.get(Direction.BACKWARD)),
         )
 
-    def _gradient_shard_bytes(self, backward: GraphModule) -> int:
+    def _gradient_shard_bytes(self, backward: GraphModule | None) -> int:
         """Return the bytes that a backward leaves for the optimizer; 0 if they are counted for the step."""
-        if self._job.accumulate > 1:
+        if self._job.accumulate > 1 or backward is None:
             return 0
         nodes = backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
         specs = [self._base.specs[key] for key in {str(n.args[1]) for n in nodes}]
         return sum(s.home_bytes for s in specs if s.computes_on is None)
 
-    def _plan(self, number: int, graph: _Graph, taken_bytes: int) -> Planned:
-        adapts = any(s.strategy.cache is Cache.ADAPTIVE for s in self._base.specs.values())
+    def _planned_call(
+        self,
+        graph: _Graph,
+        like: _Call | None,
+        keys: Mapping[str, str],
+        number: int,
+        taken_bytes: int,
+    ) -> _Call:
+        """Plan a call of a graph.
+
+        like: the first call of this graph, None for this call itself.  keys: as in `TracedCall`.
+        """
+        room = self._room(taken_bytes)
+        if like is not None and all(self._alike[a] == self._alike[b] for a, b in keys.items()):
+            found = plan_alike(
+                like.planned,
+                keys,
+                self._book,
+                room,
+                self._base.frozen,
+                number=number,
+                host_bytes=self._base.host_budget.bytes,
+            )
+            if found is not None:
+                planned, others = found
+                made = like.backward
+                backward = None if made is None else lambda: others.graph(made())
+                return _Call(graph=graph, planned=self._asked(planned), backward=backward)
+        if like is not None:
+            graph = graph.renamed(keys)
         planned = plan_graphs(
             graph.graphs,
             self._book,
-            Room(
-                capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
-                threshold=DEFAULT_THRESHOLD,
-                taken_bytes=taken_bytes,
-                device_type=DEVICE.type,
-                accumulates=self._job.accumulate > 1,
-            ),
+            room,
             replace(self._base, sizes=graph.sizes[0]),
             number=number,
             num_fwd_outputs=graph.outputs,
         )
-        # The requested strategy: the mesh may have changed it, or the graph may read no parameter.
+        stamped = graph.graphs.get(Direction.BACKWARD)
+        backward = None if stamped is None else lambda: stamped
+        return _Call(graph=graph, planned=self._asked(planned), backward=backward)
+
+    def _room(self, taken_bytes: int) -> Room:
+        adapts = any(s.strategy.cache is Cache.ADAPTIVE for s in self._base.specs.values())
+        return Room(
+            capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
+            threshold=DEFAULT_THRESHOLD,
+            taken_bytes=taken_bytes,
+            device_type=DEVICE.type,
+            accumulates=self._job.accumulate > 1,
+        )
+
+    def _asked(self, planned: Planned) -> Planned:
+        """With the requested strategy: the mesh may have changed it, or the graph may read no parameter."""
         return replace(planned, plan=replace(planned.plan, strategy=self._strategy.name))
 
-    def _with_accumulation(
-        self, graphs: Sequence[_Graph], planned: Sequence[Planned]
-    ) -> list[Plan]:
+    def _with_accumulation(self, calls: Sequence[_Call]) -> list[Plan]:
         """Return the plans; if gradients accumulate, with the backwards within and after `no_sync`."""
-        plans = [p.plan for p in planned]
+        plans = [call.planned.plan for call in calls]
         for i in reversed(range(len(plans))):  # as backwards run
-            ctx = planned[i].backward
+            ctx, backward = calls[i].planned.backward, calls[i].backward
             accumulates = any(b.strategy.accumulates_on for b in plans[i].buckets)
-            if self._job.accumulate > 1 and accumulates and ctx is not None:
-                backward = graphs[i].graphs[Direction.BACKWARD]
-                plans[i], _ = plan_accumulation(plans[i], backward, self._book, ctx)
+            if (
+                self._job.accumulate > 1
+                and accumulates
+                and ctx is not None
+                and backward is not None
+            ):
+                plans[i], _ = plan_accumulation(plans[i], backward(), self._book, ctx)
         return plans
 
     def _needed(self, graph: _Graph, planned: Planned, saved: Sequence[int]) -> Iterator[list[int]]:
@@ -365,18 +432,11 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
     }
 
 
-def _retarget(graph: TracedGraph, specs: Mapping[str, ParamSpec]) -> Graphs:
-    """Return copies of a graph's forward and backward with the home shards and gradients of a mesh.
+def _resized(gm: GraphModule, specs: Mapping[str, ParamSpec]) -> GraphModule:
+    """Return a copy of a graph with the home shards and gradients of a mesh.
 
     specs: of every parameter on the mesh, by key.
     """
-    return {
-        Direction.FORWARD: _resized(graph.forward, specs),
-        Direction.BACKWARD: _resized(graph.backward, specs),
-    }
-
-
-def _resized(gm: GraphModule, specs: Mapping[str, ParamSpec]) -> GraphModule:
     resized = clone(gm)
     for node in resized.graph.find_nodes(op="call_function", target=UNSHARD):
         shape = specs[str(node.args[1])].local_shape

@@ -28,8 +28,11 @@ def folder() -> Path:
 def save(traced: TracedModel, identity: str) -> None:
     """Save a trace; if the folder cannot be written, only warn: the next plan traces again."""
     # Separately, because graphs after a break may use one symbol for different sizes.
-    graphs = [(graphs_to_bytes((g.forward, g.backward)), g.outputs) for g in traced.graphs]
-    data = pickle.dumps((traced.params, graphs, traced.batch))
+    graphs = [
+        (tuple(g.graphs), graphs_to_bytes(tuple(g.graphs.values())), g.outputs)
+        for g in traced.graphs
+    ]
+    data = pickle.dumps((traced.params, graphs, traced.calls, traced.batch))
     path = _path(identity)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -54,10 +57,14 @@ def load(identity: str) -> TracedModel | None:
         log.warning("cannot read the trace %s (%s)", path, error)
         return None
     try:
-        params, pairs, batch = pickle.loads(data)
-        restored = [(*graphs_from_bytes(pair), outputs) for pair, outputs in pairs]
-        graphs = [TracedGraph(forward=f, backward=b, outputs=n) for f, b, n in restored]
-        return TracedModel(params=params, graphs=tuple(graphs), batch=batch)
+        params, kept, calls, batch = pickle.loads(data)
+        graphs = [
+            TracedGraph(
+                graphs=dict(zip(directions, graphs_from_bytes(both), strict=True)), outputs=outputs
+            )
+            for directions, both, outputs in kept
+        ]
+        return TracedModel(params=params, graphs=tuple(graphs), calls=calls, batch=batch)
     # Damaged, or of another build of torch: unpickling may raise anything.
     except Exception as error:
         log.warning("cannot use the trace %s (%s), so the model is traced again", path, error)

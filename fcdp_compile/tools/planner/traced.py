@@ -3,7 +3,8 @@
     build() -> model, inputs -> shard on one rank -> Dynamo -> AOTAutograd -> partition -> TracedModel
 
 On one rank no parameter is cut, but all are read through `unshard`.  A strategy and a mesh then change only
-the sizes of home shards, which `retarget` sets.  The batch stays a symbol.
+the sizes of home shards, which `estimate` sets.  The batch stays a symbol.  Equal layers that share a trace
+in training do so here (`core.sharding.layers`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
+from fcdp_compile.backend.bound_graphs import shard_places
 from fcdp_compile.backend.compute import Compute
 from fcdp_compile.core.params.mesh import make_mesh, topology_of
 from fcdp_compile.core.ranks.inner_mesh import data_mesh
+from fcdp_compile.core.sharding.layers import COMPILES_LAYERS
 from fcdp_compile.core.sharding.shard import matrices_of, shard, state_of
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.models.parallel.context import context_parallel
@@ -35,6 +37,9 @@ from fcdp_compile.models.parallel.tensor import tensor_parallel
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.memory.curve import hints_of
 from fcdp_compile.passes.partition import partition
+from fcdp_compile.passes.set_apart import set_apart
+from fcdp_compile.plan import Direction
+from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.torch_compat import aot_autograd, min_cut_rematerialization_partition
 from fcdp_compile.torch_compat.compilers import make_dynamic
 from fcdp_compile.torch_compat.distributed import start_fake_group
@@ -69,14 +74,18 @@ class TracedParam:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedGraph:
-    """One Dynamo graph, partitioned.
+    """One Dynamo graph: a forward and its backward, or an inference graph if nothing in it is trained.
 
     outputs: how many of the forward's results go to the caller; the rest is saved for backward.
     """
 
-    forward: GraphModule
-    backward: GraphModule
+    graphs: Mapping[Direction, GraphModule]
     outputs: int
+
+    @property
+    def first(self) -> GraphModule:
+        """The graph that runs in the forward."""
+        return next(iter(self.graphs.values()))
 
     def sizes(self, batch: int) -> dict[sympy.Symbol, int]:
         """Return the values of the symbols for a batch size; other graphs may use them for other sizes.
@@ -84,12 +93,12 @@ class TracedGraph:
         A graph after a break has a symbol of its own for the batch, or for a multiple of it, such as the
         number of tokens; other symbols, such as the size of a generator's state, keep their values.
         """
-        hints = hints_of(self.forward) | hints_of(self.backward)
+        hints = {s: value for gm in self.graphs.values() for s, value in hints_of(gm).items()}
         return {s: _with_batch(value, batch) for s, value in hints.items()}
 
     def may_insist(self, batch: int) -> bool:
         """Whether an input other than a parameter has a size that may depend on this batch size."""
-        inputs = self.forward.graph.find_nodes(op="placeholder")
+        inputs = self.first.graph.find_nodes(op="placeholder")
         shapes = [
             n.meta["val"].shape
             for n in inputs
@@ -100,16 +109,30 @@ class TracedGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracedCall:
+    """A call of a graph in the forward.
+
+    graph: its place among the model's graphs.  keys: of the parameters that the call is for, by the keys that
+    the graph was traced with.
+    """
+
+    graph: int
+    keys: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TracedModel:
     """The data that planning needs of a model.
 
-    graphs: in the order of the forward; several if the model breaks its graph.
+    graphs: several if the model breaks its graph, or has equal layers that share a trace.
+    calls: in the order of the forward.
     batch: the number of samples in the trace.
     inner_ranks: how many ranks each group has in which the model itself communicates, by name of the group.
     """
 
     params: tuple[TracedParam, ...]
     graphs: tuple[TracedGraph, ...]
+    calls: tuple[TracedCall, ...]
     batch: int
     inner_ranks: Mapping[str, int] = field(default_factory=dict)
 
@@ -126,11 +149,7 @@ class TracedModel:
     @property
     def unread(self) -> tuple[str, ...]:
         """The names of parameters that no graph reads; code that reads them is not in the plan."""
-        read = {
-            str(node.args[1])
-            for g in self.graphs
-            for node in g.forward.graph.find_nodes(op="call_function", target=UNSHARD)
-        }
+        read = {key for call in self.calls for key in call.keys.values()}
         return tuple(p.name for p in self.params if p.key not in read)
 
 
@@ -170,7 +189,7 @@ def trace(
             context_parallel(model, mesh)
             inputs = first_part(inputs, cp)
         shard(model, mesh, param_dtype=param_dtype, strategy="fcdp" if mesh is None else "zero3")
-        graphs = _graphs_of(model, inputs, note)
+        found = _graphs_of(model, inputs, note)
     records = state_of(model).records.values()
     matrices = set(matrices_of(model, [r.parameter() for r in records]))
     params = tuple(
@@ -188,14 +207,16 @@ def trace(
         for record in records
         for spec in [record.spec]
     )
-    if not any(g.forward.graph.find_nodes(op="call_function", target=UNSHARD) for g in graphs):
+    trained = [n for n, g in enumerate(found.graphs) if Direction.BACKWARD in g.graphs]
+    if not any(call.keys for call in found.calls if call.graph in trained):
         raise FcdpError(
             "no graph of the model's training step reads a parameter; its forward must run under "
             "torch.compile and return a loss that needs gradients (for Hugging Face models, pass labels)"
         )
     return TracedModel(
         params=params,
-        graphs=graphs,
+        graphs=tuple(found.graphs),
+        calls=tuple(found.calls),
         batch=_batch_of(inputs),
         inner_ranks=state_of(model).topology.inner_ranks,
     )
@@ -250,20 +271,18 @@ def _arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def _graphs_of(
-    model: nn.Module, inputs: Inputs, note: Callable[[str], None]
-) -> tuple[TracedGraph, ...]:
+def _graphs_of(model: nn.Module, inputs: Inputs, note: Callable[[str], None]) -> _Capture:
     args, kwargs = _arguments(inputs)
     for value in [*args, *kwargs.values()]:
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == TRACED_BATCH:
             make_dynamic(value, 0)
-    found: list[TracedGraph] = []
+    found = _Capture(state_of(model), note)
     torch.compiler.reset()
     model.train()
     note("tracing its forward")
     try:
         with _without_dynamos_warnings():
-            torch.compile(model, backend=partial(_capture, found, note))(*args, **kwargs)
+            torch.compile(model, backend=found)(*args, **kwargs)
     except FcdpError:
         raise
     except Exception as error:
@@ -271,7 +290,7 @@ def _graphs_of(
         raise FcdpError(_why_untraceable(error)) from error
     finally:
         torch.compiler.reset()
-    return tuple(found)
+    return found
 
 
 @contextmanager
@@ -313,17 +332,35 @@ def first_line(error: Exception) -> str:
     return ": ".join([type(error).__name__, *lines[:1]])
 
 
-def _capture(
-    found: list[TracedGraph],
-    note: Callable[[str], None],
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-) -> Callable[..., Any]:
-    """Keep the partitioned graphs, and run them unchanged; with its first two arguments bound, a backend."""
-    note(f"tracing the backward of graph {len(found) + 1}")
+class _Capture:
+    """A backend that keeps the partitioned graphs and their calls, and runs the graphs unchanged.
 
-    def cut(
-        joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
+    note: called with each stage that begins.
+    """
+
+    def __init__(self, model: ShardedModel, note: Callable[[str], None]) -> None:
+        self.graphs: list[TracedGraph] = []
+        self.calls: list[TracedCall] = []
+        self._model = model
+        self._note = note
+        setattr(self, COMPILES_LAYERS, True)
+
+    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._note(f"tracing the backward of graph {len(self.graphs) + 1}")
+        compiler = aot_autograd(
+            fw_compiler=self._forward,
+            bw_compiler=_as_it_is,
+            inference_compiler=self._inference,
+            partition_fn=self._cut,
+            decompositions=Compute("eager").decompositions(),
+            keep_inference_input_mutations=True,
+        )
+        with without_code():
+            compiled: Callable[..., Any] = compiler(gm, example_inputs)
+        return compiled
+
+    def _cut(
+        self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         fw, bw = partition(
             joint,
@@ -332,19 +369,29 @@ def _capture(
             partitioner=min_cut_rematerialization_partition,
             **options,
         )
-        found.append(TracedGraph(forward=fw, backward=bw, outputs=num_fwd_outputs))
+        halves = {Direction.FORWARD: fw, Direction.BACKWARD: bw}
+        self.graphs.append(TracedGraph(graphs=halves, outputs=num_fwd_outputs))
         return fw, bw
 
-    compiler = aot_autograd(
-        fw_compiler=_as_it_is,
-        bw_compiler=_as_it_is,
-        partition_fn=cut,
-        decompositions=Compute("eager").decompositions(),
-        keep_inference_input_mutations=True,
-    )
-    with without_code():
-        compiled: Callable[..., Any] = compiler(gm, example_inputs)
-    return compiled
+    def _inference(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if not gm.graph.find_nodes(op="call_function", target=UNSHARD):
+            return _as_it_is(gm, example_inputs)
+        gm = set_apart(gm)
+        self.graphs.append(TracedGraph(graphs={Direction.INFERENCE: gm}, outputs=0))
+        return self._forward(gm, example_inputs)
+
+    def _forward(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        number, places, run = len(self.graphs) - 1, shard_places(gm), _as_it_is(gm, example_inputs)
+
+        def call(args: list[Any]) -> Any:
+            shards = [args[place] for place in places.values()]
+            found = zip(places, self._model.records.keys_at(shards), strict=True)
+            now = TracedCall(graph=number, keys={then: str(key) for then, key in found})
+            if now not in self.calls:  # again for the same parameters: a step plans it once
+                self.calls.append(now)
+            return run(args)
+
+        return as_boxed(call)
 
 
 def _as_it_is(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
