@@ -55,6 +55,14 @@ EXPLAINED = {
         "the lane's own thread waits for the copy, the last work of its task; no result can differ"
     ),
     "passes/partition.py: pass": "an assertion of what the passes before it do",
+    "passes/planning/placement.py: left_bytes = max(1, limit_bytes - chosen.peak_bytes)": (
+        "no gradient has room in one byte"
+    ),
+    "runtime/buckets/bound_bucket.py: "
+    "if (self.bucket.frozen or any((home.data_ptr() == s.data_ptr() for s in shards))):": (
+        "one more copy of what is gathered; no value differs"
+    ),
+    "runtime/recorder.py: _DECIMALS = 10": "one more digit of a time",
     "runtime/run.py: self._accumulates = True  # whether the last forward's backward will": (
         "no backward runs before a forward, which sets it"
     ),

@@ -6,8 +6,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from fcdp_compile.passes.memory.choose_tiers import Choices, Entry, choose_tiers
-from fcdp_compile.plan import Tier
+from builders_plan import make_bucket, make_placement, make_steps
+from fcdp_compile.passes.memory.choose_tiers import Choices, Entry, choose_tiers, place_steps
+from fcdp_compile.plan import Direction, Kind, Schedule, Tier, Variant
 
 
 def entry(
@@ -176,3 +177,28 @@ def test_limit_and_monotony(
     everything = choose(entries, alive, 10**6, static=static)
     assert set(kept(everything)) == {e.bucket for e in entries}
     assert set(in_full(everything)) == {e.bucket for e in entries if e.full_bytes is not None}
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.GPU, Tier.GPU_FULL])
+def test_steps_that_move_nothing_have_no_bytes(tier: Tier) -> None:
+    """A bucket that is kept whole is spread over the node only after a gather between nodes."""
+    bucket = make_bucket(0, [("w", (8, 2))])
+    kinds = {
+        Variant.COLD: (Kind.INTER_ALL_GATHER, Kind.INTRA_ALL_GATHER, Kind.STORE),
+        Variant.WARM: (Kind.LOAD, Kind.INTRA_ALL_GATHER),
+    }
+    stays = {
+        Tier.HOST: set(),
+        Tier.GPU: {(Variant.COLD, Kind.STORE), (Variant.WARM, Kind.LOAD)},
+        Tier.GPU_FULL: {
+            (Variant.COLD, Kind.STORE),
+            (Variant.WARM, Kind.LOAD),
+            (Variant.WARM, Kind.INTRA_ALL_GATHER),
+        },
+    }
+    for variant, those in kinds.items():
+        steps = make_steps([(kind, 0, 10) for kind in those])
+        schedule = Schedule(direction=Direction.FORWARD, variant=variant, steps=steps)
+        placed = place_steps(schedule, {0: make_placement(bucket, tier=tier)})
+        found = {(variant, step.kind) for step in placed.steps if step.bytes == 0}
+        assert found == {key for key in stays[tier] if key[0] is variant}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from fcdp_compile.passes.planning.book import BucketBook
 from fcdp_compile.passes.planning.placement import Room
 from fcdp_compile.passes.planning.plan_graphs import plan_accumulation, plan_graphs
 from fcdp_compile.plan import Direction, Kind, Plan, Tier, Variant
+from fcdp_compile.strategy import Life, Strategy
 
 
 def _context(where: Where) -> PassContext:
@@ -79,3 +81,21 @@ def test_what_a_pass_changes_is_told(caplog: pytest.LogCaptureFixture) -> None:
     same, more = (record.message.partition("ms, ")[2] for record in caplog.records)
     assert same == "no op"
     assert "unshard" in more
+
+
+def test_a_copy_that_lives_until_the_backward_is_held_from_its_store_to_its_load() -> None:
+    where = Where()
+    specs = make_specs({"a": (64, 64)}, where)
+    until_backward = replace(Strategy.parse("fcdp"), life=Life.UNTIL_BACKWARD)
+    context = make_context(specs, where, strategy=until_backward)
+    graphs = {
+        Direction.FORWARD: toy_forward(context.specs),
+        Direction.BACKWARD: toy_backward(context.specs),
+    }
+    room = Room(capacity_bytes=None, threshold=1.0)
+    planned = plan_graphs(
+        graphs, BucketBook(context.specs), room, context, number=0, num_fwd_outputs=1
+    )
+    (entry,) = planned.step_memory.entries
+    forward, backward = entry.spans
+    assert 0 < forward[0] < forward[1] == backward[0] < backward[1]

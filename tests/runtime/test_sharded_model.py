@@ -16,8 +16,11 @@ from torch.distributed.tensor import DTensor
 
 import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
+from fcdp_compile.errors import FcdpError, PlanMismatchError
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.validity import Seals
+from fcdp_compile.runtime.collectives.agreement import ACCUMULATES, SYNCHRONISES, Question
 from fcdp_compile.runtime.collectives.collectives import Collectives, Telling
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.parameters.home_memory import book
@@ -113,6 +116,53 @@ def test_a_copy_that_is_made_anew_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Pending, "wait", waiting)
     bucket.refresh()
     assert stored[0] in waited
+
+
+def test_no_gradient_is_late_after_a_backward() -> None:
+    model = _sharded()
+    net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
+    for _ in range(3):
+        list(_buckets_after(net, model))
+        assert isinstance(model.weight.grad, DTensor)
+        assert type(model.weight.grad._local_tensor) is Tensor
+        model.zero_grad()
+
+
+def test_a_parameter_counts_as_changed_until_it_has_been_sealed() -> None:
+    model, seals = _sharded(), Seals()
+    assert [seals.changed({"w": model.weight}) for _ in range(2)] == [["w"], []]
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    assert [seals.changed({"w": model.weight}) for _ in range(2)] == [["w"], []]
+
+
+def test_a_step_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.rand(2, 8)).sum().backward()
+    monkeypatch.setattr("fcdp_compile.core.params.seals.is_capturing", lambda: True)
+    with pytest.raises(FcdpError, match="a CUDA graph that uses sharded parameters"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        (
+            ACCUMULATES,
+            "rank 0 synchronises the gradients of this forward and rank 1 accumulates them",
+        ),
+        ("saves", "rank 0 runs a compiled graph and rank 1 saves; let every rank do the same"),
+    ],
+)
+def test_what_ranks_do_otherwise_is_told(mode: str, told: str) -> None:
+    modes = [SYNCHRONISES, mode]
+    collectives: Any = SimpleNamespace(
+        tell=lambda words, what: SimpleNamespace(finish=lambda: [1, 1, 0]),
+        exchange_texts=lambda text: modes,
+    )
+    with pytest.raises(PlanMismatchError, match=told):
+        Question(collectives, SYNCHRONISES, [True], "a question").agreed()
 
 
 def test_only_ranks_that_share_parameters_compare_batches() -> None:
