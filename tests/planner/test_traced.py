@@ -191,7 +191,8 @@ def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = saved.load("deep")
     assert kept is not None
     job = make_job(batch=512, profile=make_profile(device_memory_bytes=1 << 36))
-    for strategy, accumulate in (("fcdp", 1), ("fcdp", 2), ("zero3", 1), ("mics", 2)):
+    cases = ("fcdp", 1), ("fcdp", 2), ("fcdp+matrix", 1), ("zero3", 1), ("mics", 2)
+    for strategy, accumulate in cases:
         found, expected, again = (
             estimate(of, Strategy.parse(strategy), replace(job, accumulate=accumulate))
             for of in (shared, inline, kept)
@@ -200,7 +201,7 @@ def test_equal_layers_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(found.plans) == 10
         assert found.host_bytes_per_node == expected.host_bytes_per_node
         assert _moved(found) == _moved(expected)
-        assert found.peak_gpu_bytes == pytest.approx(expected.peak_gpu_bytes, rel=0.25)
+        assert 0.5 < found.peak_gpu_bytes / expected.peak_gpu_bytes < 1.1, "smaller buckets"
 
 
 def _moved(found: Estimate) -> dict[str, int]:

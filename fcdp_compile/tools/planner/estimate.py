@@ -22,7 +22,6 @@ from fcdp_compile.core.params.spec import Home, fit_strategy, param_spec, with_h
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.context import PassContext
-from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.graph.views import changes_nothing, same_values
 from fcdp_compile.passes.memory.curve import evaluate, storages
 from fcdp_compile.passes.pipeline import Graphs
@@ -128,10 +127,6 @@ class _Graph:
     left_bytes: Sequence[int]
     gradient_bytes: int
 
-    def renamed(self, keys: Mapping[str, str]) -> _Graph:
-        """The same for alike parameters, which are given by those that it was traced with."""
-        return replace(self, graphs={d: renamed(gm, keys) for d, gm in self.graphs.items()})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
@@ -174,8 +169,8 @@ class _Estimation:
             key: first.setdefault(replace(spec, key="", name=""), key)
             for key, spec in specs.items()
         }
-        left = max(0, job.host_bytes_per_rank - self._homes_on_host_bytes())
-        budget = HostBudget(bytes=left, limit=Limit.AVAILABLE)
+        self._host_bytes = max(0, job.host_bytes_per_rank - self._homes_on_host_bytes())
+        budget = HostBudget(bytes=self._host_bytes, limit=Limit.AVAILABLE)
         self._base = replace(self._base, host_budget=budget)
 
     def run(self) -> Estimate:
@@ -185,12 +180,16 @@ class _Estimation:
         saved = [0, 0]
         # When an earlier graph's backward runs, the gradients of all later graphs exist already.
         later = sum(graphs[call.graph].gradient_bytes for call in self._traced.calls)
-        likes: dict[int, _Call] = {}
+        likes: dict[int, _Call] = {}  # the first call of each graph
         for call in self._traced.calls:
             graph = graphs[call.graph]
             later -= graph.gradient_bytes
-            like, taken = likes.get(call.graph), saved[0] + later
-            made = self._planned_call(graph, like, call.keys, len(calls), taken)
+            number, room = len(calls), self._room(saved[0] + later)
+            made = self._again(likes.get(call.graph), call.keys, number, room)
+            if made is None:
+                if call.graph in likes:  # planning has changed its graphs
+                    graph = self._on_mesh(self._traced.graphs[call.graph], call.keys)
+                made = self._planned(graph, number, room)
             likes.setdefault(call.graph, made)
             calls.append(made)
             more = self._needed(graph, made.planned, [n + later for n in saved])
@@ -215,10 +214,14 @@ class _Estimation:
             max_batch_per_gpu=self._max_batch(needed, plans, [call.planned for call in calls]),
         )
 
-    def _on_mesh(self, traced: TracedGraph) -> _Graph:
+    def _on_mesh(self, traced: TracedGraph, keys: Mapping[str, str] | None = None) -> _Graph:
+        """A graph on the mesh.  keys: as in `TracedCall`, if it is not called for the first time."""
         sizes = [traced.sizes(n) for n in (self._job.batch, _SECOND * self._job.batch)]
         return _Graph(
-            graphs={d: _resized(gm, self._base.specs) for d, gm in traced.graphs.items()},
+            graphs={
+                d: _resized(renamed(gm, keys or {}), self._base.specs)
+                for d, gm in traced.graphs.items()
+            },
             outputs=traced.outputs,
             sizes=sizes,
             left_bytes=[_left_bytes(traced.first, s) for s in sizes],
@@ -233,36 +236,28 @@ class _Estimation:
         specs = [self._base.specs[key] for key in {str(n.args[1]) for n in nodes}]
         return sum(s.home_bytes for s in specs if s.computes_on is None)
 
-    def _planned_call(
-        self,
-        graph: _Graph,
-        like: _Call | None,
-        keys: Mapping[str, str],
-        number: int,
-        taken_bytes: int,
-    ) -> _Call:
-        """Plan a call of a graph.
+    def _again(
+        self, like: _Call | None, keys: Mapping[str, str], number: int, room: Room
+    ) -> _Call | None:
+        """Plan another call of a graph like its first call, if the passes would plan it alike."""
+        if like is None or any(self._alike[a] != self._alike[b] for a, b in keys.items()):
+            return None
+        found = plan_alike(
+            like.planned,
+            keys,
+            self._book,
+            room,
+            self._base.frozen,
+            number=number,
+            host_bytes=self._host_bytes,
+        )
+        if found is None:
+            return None
+        planned, others = found
+        backward = None if (made := like.backward) is None else lambda: others.graph(made())
+        return replace(like, planned=self._asked(planned), backward=backward)
 
-        like: the first call of this graph, None for this call itself.  keys: as in `TracedCall`.
-        """
-        room = self._room(taken_bytes)
-        if like is not None and all(self._alike[a] == self._alike[b] for a, b in keys.items()):
-            found = plan_alike(
-                like.planned,
-                keys,
-                self._book,
-                room,
-                self._base.frozen,
-                number=number,
-                host_bytes=self._base.host_budget.bytes,
-            )
-            if found is not None:
-                planned, others = found
-                made = like.backward
-                backward = None if made is None else lambda: others.graph(made())
-                return _Call(graph=graph, planned=self._asked(planned), backward=backward)
-        if like is not None:
-            graph = graph.renamed(keys)
+    def _planned(self, graph: _Graph, number: int, room: Room) -> _Call:
         planned = plan_graphs(
             graph.graphs,
             self._book,
@@ -433,18 +428,17 @@ def specs_of(traced: TracedModel, strategy: Strategy, mesh: Home) -> dict[str, P
 
 
 def _resized(gm: GraphModule, specs: Mapping[str, ParamSpec]) -> GraphModule:
-    """Return a copy of a graph with the home shards and gradients of a mesh.
+    """Give a graph the home shards and gradients of a mesh, and return it.
 
     specs: of every parameter on the mesh, by key.
     """
-    resized = clone(gm)
-    for node in resized.graph.find_nodes(op="call_function", target=UNSHARD):
+    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         shape = specs[str(node.args[1])].local_shape
         home = node.args[0]
         for seen in [same_values(home), home]:
             if tuple(seen.meta["val"].shape) != shape:
                 seen.meta["val"] = seen.meta["val"].new_empty(shape)
-    for node in resized.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+    for node in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         for seen in [*filter(changes_nothing, node.users), node]:
             seen.meta["val"] = node.meta["val"].new_empty(specs[str(node.args[1])].local_shape)
-    return resized
+    return gm
