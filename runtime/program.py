@@ -352,7 +352,10 @@ class RunState:
         return self._started(Kind.LOAD, bucket) or bucket.load(self.generation(bucket))
 
     def _started(self, kind: Kind, bucket: BoundBucket) -> Pending | None:
-        return self.model.seams.take(kind, bucket, self.generations.get(bucket.id))
+        # Ranks take alike what they gathered between nodes: a change of its values on any rank is refused
+        # on all ranks (`refuse_changed`).
+        generation = self.generations.get(bucket.id) if bucket.placement.is_cached else None
+        return self.model.seams.take(kind, bucket, generation)
 
     def refuse_changed(self) -> None:
         """At the end of a backward, raise if it may have gathered other values than its forward.

@@ -30,7 +30,7 @@ class CompileProgress:
         self, parameters: int, *, is_shown: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._parameters = parameters
-        self._is_shown = is_shown and os.environ.get("FCDP_PROGRESS") != "0"
+        self.is_shown = is_shown and os.environ.get("FCDP_PROGRESS") != "0"
         self._clock = clock
         self._forget()
 
@@ -81,7 +81,7 @@ class CompileProgress:
         if self._began_s is None:
             self._began_s = now_s
         took_s = now_s - self._began_s
-        if not self._is_shown or took_s < _SHORT_S:
+        if not self.is_shown or took_s < _SHORT_S:
             return
         if self._bar is None:
             self._bar = _bar(took_s)

@@ -115,7 +115,8 @@ class Seams:
     def take(self, kind: Kind, bucket: BoundBucket, generation: int | None) -> Pending | None:
         """The transfer, if it has started.
 
-        generation: of the values that a backward needs; a forward's were compared in the agreement before it.
+        generation: of the copy that a backward needs; None if all ranks compare, or have compared, the values
+        in another way.
         """
         started = self._early.pop((kind, bucket.id), None)
         if started is None or generation in (None, started.generation):

@@ -28,9 +28,8 @@ _ENDING = frozenset({Kind.WAIT, Kind.FREE, Kind.COMPUTE, None})
 def leading(schedule: Schedule, buckets: Mapping[int, Bucket]) -> list[Step]:
     """The transfers with which a schedule begins and that may start before its program.
 
-    A copy that lives until the backward may be loaded once only.  A backward gathers nothing between nodes
-    early, because ranks do not agree before it whether values have changed.  Home shards in host memory are
-    loaded by the program itself.
+    A copy that lives until the backward may be loaded once only.  Home shards in host memory are loaded by
+    the program itself.
     """
     found: dict[tuple[Kind, int], Step] = {}
     on_host = {step.bucket for step in schedule.steps if step.kind is Kind.LOAD_HOME}
@@ -42,8 +41,7 @@ def leading(schedule: Schedule, buckets: Mapping[int, Bucket]) -> list[Step]:
         if step.kind is Kind.LOAD:
             is_possible = buckets[step.bucket].strategy.is_resident
         elif step.kind is Kind.INTER_ALL_GATHER:
-            is_possible = schedule.direction is not Direction.BACKWARD
-            is_possible &= step.bucket not in on_host
+            is_possible = step.bucket not in on_host
         else:
             sources = (Kind.LOAD, step.bucket), (Kind.INTER_ALL_GATHER, step.bucket)
             is_possible = step.kind is Kind.INTRA_ALL_GATHER and any(s in found for s in sources)

@@ -165,6 +165,15 @@ def test_what_ranks_do_otherwise_is_told(mode: str, told: str) -> None:
         Question(collectives, SYNCHRONISES, [True], "a question").agreed()
 
 
+@pytest.mark.parametrize("strategy", ["fcdp", "zero3", "zero++"])
+def test_layers_share_a_trace_if_their_transfers_start_early(strategy: str) -> None:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(4096, 4096), nn.Tanh()) for _ in range(8)]
+    model = fcdp_compile.shard(nn.Sequential(*layers), _mesh(), strategy=strategy)
+    are_shared = {hasattr(layer, "_fcdp_stands_alone") for layer in model}
+    assert are_shared == {strategy != "zero++"}
+
+
 def test_only_ranks_that_share_parameters_compare_batches() -> None:
     asked: list[list[int]] = []
     collectives: Any = SimpleNamespace(agree=lambda marks, what, group: asked.append(marks) or [])

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.strategy import Cache
 from fcdp_compile.torch_compat.compilers import skip_frame
 
 COMPILES_LAYERS = "fcdp_compiles_layers"
@@ -102,13 +103,17 @@ def _pays(
     """Whether the earlier start of these layers pays for the work that Python has more in every step.
 
     For at least 8 layers of, on average, at least 16.8 million elements: they compute, or wait for the
-    network, longer than Python works for them.  The same on all ranks.
+    network, longer than Python works for them.  But not if their copies live until the backward, which no
+    program loads early (`plan.whole_step.leading`).  The same on all ranks.
 
     parts: of `roles`.  records: of the parameters.
     """
     layers = [module for module, role in parts.items() if role is StackRole.LAYER]
-    elements = sum(p.numel() for layer in layers for p in layer.parameters() if p in records)
-    return len(layers) >= _MANY and elements >= _LARGE * len(layers)
+    held = [p for layer in layers for p in layer.parameters() if p in records]
+    strategies = {records[p].spec.strategy for p in held}
+    if any(s.cache is not Cache.NONE and not s.is_resident for s in strategies):
+        return False
+    return len(layers) >= _MANY and sum(p.numel() for p in held) >= _LARGE * len(layers)
 
 
 def is_plain(value: Any) -> bool:

@@ -190,9 +190,25 @@ def trace(
             inputs = first_part(inputs, cp)
         shard(model, mesh, param_dtype=param_dtype, strategy="fcdp" if mesh is None else "zero3")
         found = _graphs_of(model, inputs, note)
+    trained = [n for n, g in enumerate(found.graphs) if Direction.BACKWARD in g.graphs]
+    if not any(call.keys for call in found.calls if call.graph in trained):
+        raise FcdpError(
+            "no graph of the model's training step reads a parameter; its forward must run under "
+            "torch.compile and return a loss that needs gradients (for Hugging Face models, pass labels)"
+        )
+    return TracedModel(
+        params=_params_of(model),
+        graphs=tuple(found.graphs),
+        calls=tuple(found.calls),
+        batch=_batch_of(inputs),
+        inner_ranks=state_of(model).topology.inner_ranks,
+    )
+
+
+def _params_of(model: nn.Module) -> tuple[TracedParam, ...]:
     records = state_of(model).records.values()
     matrices = set(matrices_of(model, [r.parameter() for r in records]))
-    params = tuple(
+    return tuple(
         TracedParam(
             key=spec.key,
             name=spec.name,
@@ -206,19 +222,6 @@ def trace(
         )
         for record in records
         for spec in [record.spec]
-    )
-    trained = [n for n, g in enumerate(found.graphs) if Direction.BACKWARD in g.graphs]
-    if not any(call.keys for call in found.calls if call.graph in trained):
-        raise FcdpError(
-            "no graph of the model's training step reads a parameter; its forward must run under "
-            "torch.compile and return a loss that needs gradients (for Hugging Face models, pass labels)"
-        )
-    return TracedModel(
-        params=params,
-        graphs=tuple(found.graphs),
-        calls=tuple(found.calls),
-        batch=_batch_of(inputs),
-        inner_ranks=state_of(model).topology.inner_ranks,
     )
 
 
@@ -277,12 +280,19 @@ def _graphs_of(model: nn.Module, inputs: Inputs, note: Callable[[str], None]) ->
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == TRACED_BATCH:
             make_dynamic(value, 0)
     found = _Capture(state_of(model), note)
+    state_of(model).progress.is_shown = False  # `note` says what the planner does
+
+    # A function, because Lightning Fabric, once imported, makes deep copies of torch.compile's arguments.
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return found.compile(gm, example_inputs)
+
+    setattr(backend, COMPILES_LAYERS, True)
     torch.compiler.reset()
     model.train()
     note("tracing its forward")
     try:
         with _without_dynamos_warnings():
-            torch.compile(model, backend=found)(*args, **kwargs)
+            torch.compile(model, backend=backend)(*args, **kwargs)
     except FcdpError:
         raise
     except Exception as error:
@@ -333,7 +343,7 @@ def first_line(error: Exception) -> str:
 
 
 class _Capture:
-    """A backend that keeps the partitioned graphs and their calls, and runs the graphs unchanged.
+    """Keeps the partitioned graphs and their calls, and runs the graphs unchanged.
 
     note: called with each stage that begins.
     """
@@ -343,9 +353,8 @@ class _Capture:
         self.calls: list[TracedCall] = []
         self._model = model
         self._note = note
-        setattr(self, COMPILES_LAYERS, True)
 
-    def __call__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self._note(f"tracing the backward of graph {len(self.graphs) + 1}")
         compiler = aot_autograd(
             fw_compiler=self._forward,
