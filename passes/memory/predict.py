@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
+from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from fcdp_compile.core.params.registry import STATE_BYTES, ParamSpec
@@ -31,6 +32,20 @@ from fcdp_compile.passes.memory.curve import (
 )
 from fcdp_compile.plan import Bucket, Direction, Kind, Placement, Tier, Variant
 from fcdp_compile.strategy import Cache
+
+
+def left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int], device_type: str) -> int:
+    """The bytes that a forward leaves on the device: results and saved tensors, without its inputs.
+
+    sizes: the values of its symbols, if they are not those that it was traced with.
+    """
+    inputs = storages(
+        (n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")), device_type
+    )
+    values = [n.meta.get("val") for n in forward.graph.output_node().all_input_nodes]
+    left = storages((v for v in values if isinstance(v, Tensor)), device_type)
+    known = {**hints_of(forward), **sizes}
+    return sum(evaluate(size, known) for s, size in left.items() if s not in inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,7 @@ def plan_alike(
         memory,
         lowered,
         book,
-        room,
+        replace(room, taken_bytes=room.taken_bytes + like.beside_bytes),
         nodes=like.plan.nodes,
         ranks_per_node=like.plan.ranks_per_node,
         number=number,

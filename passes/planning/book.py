@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ class BucketBook:
         self.specs = specs
         self.living: Collection[str] = specs.keys()
         self._keys = {spec.name: key for key, spec in specs.items()}
+        self._facts = {key: replace(spec, key="", name="") for key, spec in specs.items()}
+        self._alike = Counter(self._facts.values())
         # As `bucket` made them; `choose_tiers` later decides for each graph and rank alone.
         self._placed: dict[int, Use] = {}
         self._by_key: dict[str, list[Use]] = {}
@@ -128,6 +131,11 @@ class BucketBook:
             self._add(use)
         self._cached_bytes = taken_bytes
         return {old: use.bucket for old, use in made.items()}
+
+    def calls(self, keys: Collection[str]) -> int:
+        """How many sets of alike parameters the model has for a graph that reads these (`planning.alike`)."""
+        read = Counter(self._facts[key] for key in keys)
+        return min((self._alike[facts] // count for facts, count in read.items()), default=1)
 
     def is_without_room(self, bucket: Bucket) -> bool:
         """Whether a forward found no room on the host for the bucket."""

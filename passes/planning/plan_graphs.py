@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
-from fcdp_compile.ops import REDUCE_GRAD
+from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.bucket import bucket
 from fcdp_compile.passes.graph.context import PassContext, Uses, buckets_of, keys_of
 from fcdp_compile.passes.graph.runner import Stages, decide, watched
 from fcdp_compile.passes.memory.choose_tiers import place_steps
-from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory
+from fcdp_compile.passes.memory.predict import MemoryPrediction, StepMemory, left_bytes
 from fcdp_compile.passes.pipeline import (
     Graphs,
     Key,
@@ -36,7 +36,8 @@ class Planned:
     """The plan of some graphs, and the lowered graphs.
 
     memory: predicts a step's memory for any batch size, before anything moves to the GPU.
-    step_memory: its value for the traced sizes.  backward: the context for
+    step_memory: its value for the traced sizes.  beside_bytes: what other layers that share the graphs save.
+    backward: the context for
     `plan_accumulation`, which lowers the variants for `no_sync`; None without a backward.  wanting: the
     forward's buckets that the strategy keeps on the host.  without_room: the new buckets among `wanting` that
     found no room.
@@ -46,6 +47,7 @@ class Planned:
     lowered: Lowered
     memory: MemoryPrediction
     step_memory: StepMemory
+    beside_bytes: int
     backward: PassContext | None
     without_room: tuple[Bucket, ...]
     wanting: tuple[Bucket, ...]
@@ -63,11 +65,19 @@ def plan_graphs(
 ) -> Planned:
     """Plan a forward and its backward, or an inference graph; add stamps to the graphs.
 
+    Equal layers may share the graphs.  Then the values that the other layers save until their backwards take
+    memory, too.
+
     book: gets the new buckets.  base: a context without buckets.  number: the plan's.
     num_fwd_outputs: how many results of the forward are the caller's.  stages: gets the result of each pass.
 
     Requires: `set_apart`, and `partition` of a forward and its backward.
     """
+    beside_bytes = 0
+    if Direction.BACKWARD in graphs:
+        forward = graphs[Direction.FORWARD]
+        left = left_bytes(forward, base.sizes, room.device_type)
+        beside_bytes = (book.calls(keys_of(forward, UNSHARD)) - 1) * left
     contexts, without_room, wanting = _give_buckets(graphs, book, base, stages)
     # A single rank's backward is given the parameters themselves, and autograd notices if they change.
     if Direction.BACKWARD in graphs and base.ranks > 1:
@@ -86,7 +96,7 @@ def plan_graphs(
         step_memory,
         lowered,
         book,
-        room,
+        replace(room, taken_bytes=room.taken_bytes + beside_bytes),
         nodes=base.nodes,
         ranks_per_node=base.ranks_per_node,
         number=number,
@@ -96,6 +106,7 @@ def plan_graphs(
         lowered=lowered,
         memory=memory,
         step_memory=step_memory,
+        beside_bytes=beside_bytes,
         backward=contexts.get(Direction.BACKWARD),
         without_room=without_room,
         wanting=wanting,

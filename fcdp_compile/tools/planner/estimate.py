@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import sympy
 import torch
-from torch import Tensor
 from torch.fx import GraphModule
 
 from fcdp_compile.backend.options import DEFAULT_THRESHOLD
@@ -23,7 +22,7 @@ from fcdp_compile.errors import FcdpError
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.graph.context import PassContext
 from fcdp_compile.passes.graph.views import changes_nothing, same_values
-from fcdp_compile.passes.memory.curve import evaluate, storages
+from fcdp_compile.passes.memory.predict import left_bytes
 from fcdp_compile.passes.pipeline import Graphs
 from fcdp_compile.passes.planning.alike import plan_alike, renamed
 from fcdp_compile.passes.planning.book import BucketBook
@@ -109,7 +108,18 @@ def estimate(traced: TracedModel, strategy: Strategy, job: Job) -> Estimate:
 
     Raises: ValueError for a strategy that makes no sense on so many nodes.
     """
-    return _Estimation(traced, strategy, job).run()
+    found = _Estimation(traced, strategy, job).run()
+    reserved = 0
+    for _ in range(3):
+        over = found.peak_gpu_bytes - job.device_bytes
+        adapts = any(plan.memory_limit_bytes is not None for plan in found.plans)
+        if over <= 0 or not adapts or len(found.plans) == 1:
+            break
+        # An early graph filled the memory that a later graph needs.  At run time the cache then moves copies
+        # away, which is as if the early graph had known.
+        reserved += int(over / DEFAULT_THRESHOLD) + job.device_bytes // 100
+        found = _Estimation(traced, strategy, job, reserved_bytes=reserved).run()
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,8 +151,11 @@ class _Call:
 
 
 class _Estimation:
-    def __init__(self, traced: TracedModel, strategy: Strategy, job: Job) -> None:
+    def __init__(
+        self, traced: TracedModel, strategy: Strategy, job: Job, *, reserved_bytes: int = 0
+    ) -> None:
         self._traced, self._strategy, self._job = traced, strategy, job
+        self._reserved_bytes = reserved_bytes
         if job.batch != traced.batch and not traced.has_any_batch:
             raise FcdpError(
                 f"the model was traced with {traced.batch} samples and accepts no other number; allow "
@@ -184,12 +197,15 @@ class _Estimation:
         for call in self._traced.calls:
             graph = graphs[call.graph]
             later -= graph.gradient_bytes
-            number, room = len(calls), self._room(saved[0] + later)
+            # What other calls of this graph save, planning counts itself.
+            beside = saved[0] - graph.left_bytes[0] * sum(c.graph is graph for c in calls)
+            number, room = len(calls), self._room(beside + later)
             made = self._again(likes.get(call.graph), call.keys, number, room)
             if made is None:
+                own = graph.graphs
                 if call.graph in likes:  # planning has changed its graphs
-                    graph = self._on_mesh(self._traced.graphs[call.graph], call.keys)
-                made = self._planned(graph, number, room)
+                    own = self._on_mesh(self._traced.graphs[call.graph], call.keys).graphs
+                made = self._planned(graph, own, number, room)
             likes.setdefault(call.graph, made)
             calls.append(made)
             more = self._needed(graph, made.planned, [n + later for n in saved])
@@ -224,7 +240,7 @@ class _Estimation:
             },
             outputs=traced.outputs,
             sizes=sizes,
-            left_bytes=[_left_bytes(traced.first, s) for s in sizes],
+            left_bytes=[left_bytes(traced.first, s, DEVICE.type) for s in sizes],
             gradient_bytes=self._gradient_shard_bytes(traced.graphs.get(Direction.BACKWARD)),
         )
 
@@ -257,23 +273,25 @@ class _Estimation:
         backward = None if (made := like.backward) is None else lambda: others.graph(made())
         return replace(like, planned=self._asked(planned), backward=backward)
 
-    def _planned(self, graph: _Graph, number: int, room: Room) -> _Call:
+    def _planned(self, graph: _Graph, own: Graphs, number: int, room: Room) -> _Call:
         planned = plan_graphs(
-            graph.graphs,
+            own,
             self._book,
             room,
             replace(self._base, sizes=graph.sizes[0]),
             number=number,
             num_fwd_outputs=graph.outputs,
         )
-        stamped = graph.graphs.get(Direction.BACKWARD)
+        stamped = own.get(Direction.BACKWARD)
         backward = None if stamped is None else lambda: stamped
         return _Call(graph=graph, planned=self._asked(planned), backward=backward)
 
     def _room(self, taken_bytes: int) -> Room:
         adapts = any(s.strategy.cache is Cache.ADAPTIVE for s in self._base.specs.values())
         return Room(
-            capacity_bytes=self._job.profile.device_memory_bytes if adapts else None,
+            capacity_bytes=self._job.profile.device_memory_bytes - self._reserved_bytes
+            if adapts
+            else None,
             threshold=DEFAULT_THRESHOLD,
             taken_bytes=taken_bytes,
             device_type=DEVICE.type,
@@ -382,17 +400,6 @@ def _waiting_bytes(
         if bucket.id in waiting:
             found[placement.gradient_tier] += bucket.waiting_gradient_bytes
     return found
-
-
-def _left_bytes(forward: GraphModule, sizes: Mapping[sympy.Symbol, int]) -> int:
-    """Return the bytes that a forward leaves on the device: results and saved tensors, without its inputs."""
-    inputs = storages(
-        (n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")), DEVICE.type
-    )
-    outputs = forward.graph.output_node().all_input_nodes
-    values = [n.meta.get("val") for n in outputs]
-    left = storages((v for v in values if isinstance(v, Tensor)), DEVICE.type)
-    return sum(evaluate(size, sizes) for s, size in left.items() if s not in inputs)
 
 
 DEVICE = torch.device("cpu")
