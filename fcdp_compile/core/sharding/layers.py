@@ -5,10 +5,12 @@ that contains equal layers, a *stack*, runs in Python where it calls them.  Each
 and so are the modules beside them, such as an embedding.  What modules around the stack compute, such as a
 loss, is compiled as ever, with a graph break where the stack is called.  Dynamo compares a layer with those
 that it has traced, by its guards: a layer with another flag, another size, another tensor or other hooks
-(`guard_empty_hooks`) gets a trace of its own.  Dynamo gives up code of which it has many traces, and hooks
-often differ in every layer.  So a layer with hooks, in it or below, gets code of its own.
+(`guard_empty_hooks`) gets a trace of its own.  Dynamo stops compiling a code object that has many traces.
+Hooks often differ in every layer, so each layer with hooks, its own or of a module in it, has its own code
+object.
 
-The first layer that Dynamo reaches decides.  The layers stay in one graph
+`roles` finds no layers if a trainable parameter is in two of these parts.  Else the first layer that Dynamo
+reaches decides for all; they stay in one graph
 
 * with another backend, which could not tell the layers of a trace apart;
 * if the user asks for one graph (`fullgraph=True`);
@@ -102,9 +104,10 @@ def _pays(
 ) -> bool:
     """Whether the earlier start of these layers pays for the work that Python has more in every step.
 
-    For at least 8 layers of, on average, at least 16.8 million elements: they compute, or wait for the
-    network, longer than Python works for them.  But not if their copies live until the backward, which no
-    program loads early (`plan.whole_step.leading`).  The same on all ranks.
+    For at least 8 layers, counted with unequal ones beside them, of on average at least 16.8 million
+    elements: they compute, or wait for the network, longer than Python works for them.  But not if their
+    copies live until the backward only, as no program loads those early (`plan.whole_step.leading`).  The
+    same on all ranks.
 
     parts: of `roles`.  records: of the parameters.
     """
