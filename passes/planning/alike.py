@@ -114,8 +114,8 @@ def plan_alike(
 ) -> tuple[Planned, Counterparts] | None:
     """Plan the graphs of `like` for alike parameters ([Note: alike parameters]) as the passes would.
 
-    None if the passes would decide otherwise, or may: a parameter has a bucket already, was frozen or
-    unfrozen, or the host has no room for all buckets.
+    None if the passes would decide otherwise, or may: a parameter has a bucket already or another home node,
+    was frozen or unfrozen, or the host has no room for all buckets.
 
     keys: the new parameters by the old.  book: gets the new buckets.  frozen: those of the new parameters
     that need no gradient.  number: the plan's.  host_bytes: of host memory that node shards may take.

@@ -25,7 +25,7 @@ class BucketBook:
         self.specs = specs
         self.living: Collection[str] = specs.keys()
         self._keys = {spec.name: key for key, spec in specs.items()}
-        self._facts = {key: replace(spec, key="", name="") for key, spec in specs.items()}
+        self._facts = {key: spec.facts for key, spec in specs.items()}
         self._alike = Counter(self._facts.values())
         # As `bucket` made them; `choose_tiers` later decides for each graph and rank alone.
         self._placed: dict[int, Use] = {}
@@ -109,7 +109,9 @@ class BucketBook:
         buckets: of a graph, in order of their numbers.  keys: the new parameters by the old.  frozen: those
         of the new parameters that need no gradient.  host_bytes: of host memory that node shards may take.
         """
-        if any(key in self._by_key for key in keys.values()):
+        if any(
+            key in self._by_key or self._facts[key] != self._facts[old] for old, key in keys.items()
+        ):
             return None
         params = {self.specs[old].name: self.specs[new].name for old, new in keys.items()}
         made: dict[int, Use] = {}

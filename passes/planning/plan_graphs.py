@@ -37,10 +37,9 @@ class Planned:
 
     memory: predicts a step's memory for any batch size, before anything moves to the GPU.
     step_memory: its value for the traced sizes.  beside_bytes: what other layers that share the graphs save.
-    backward: the context for
-    `plan_accumulation`, which lowers the variants for `no_sync`; None without a backward.  wanting: the
-    forward's buckets that the strategy keeps on the host.  without_room: the new buckets among `wanting` that
-    found no room.
+    backward: the context for `plan_accumulation`, which lowers the variants for `no_sync`; None without a
+    backward.  wanting: the forward's buckets that the strategy keeps on the host.  without_room: the new
+    buckets among `wanting` that found no room.
     """
 
     plan: Plan

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -163,9 +162,7 @@ class Records(dict[str, ParamRecord]):
         self.by_name = {r.spec.name: r for r in records}
         super().__init__((r.spec.key, r) for r in self.by_name.values())
         first: dict[ParamSpec, str] = {}
-        self.alike = {
-            key: first.setdefault(replace(r.spec, key="", name=""), key) for key, r in self.items()
-        }
+        self.alike = {key: first.setdefault(r.spec.facts, key) for key, r in self.items()}
         self._keys_by_memory: dict[tuple[int, int], str] = {}
 
     def frozen(self) -> frozenset[str]:

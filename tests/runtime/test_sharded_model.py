@@ -118,16 +118,6 @@ def test_a_copy_that_is_made_anew_is_there(monkeypatch: pytest.MonkeyPatch) -> N
     assert stored[0] in waited
 
 
-def test_no_gradient_is_late_after_a_backward() -> None:
-    model = _sharded()
-    net = torch.compile(model, backend="fcdp", options={"compute": "eager"})
-    for _ in range(3):
-        list(_buckets_after(net, model))
-        assert isinstance(model.weight.grad, DTensor)
-        assert type(model.weight.grad._local_tensor) is Tensor
-        model.zero_grad()
-
-
 def test_a_parameter_counts_as_changed_until_it_has_been_sealed() -> None:
     model, seals = _sharded(), Seals()
     assert [seals.changed({"w": model.weight}) for _ in range(2)] == [["w"], []]

@@ -50,6 +50,11 @@ class ParamSpec:
     inner: InnerCut | None = None
 
     @property
+    def facts(self) -> ParamSpec:
+        """All but its names: equal for alike parameters (`passes.planning.alike`)."""
+        return replace(self, key="", name="")
+
+    @property
     def whole_shape(self) -> tuple[int, ...]:
         """The parameter's shape in the model as the user built it."""
         return self.layout.shape if self.inner is None else self.inner.shape

@@ -176,12 +176,6 @@ class _Estimation:
             machine=job.data_profile.rank_machine,
             inner_ranks=traced.inner_ranks,
         )
-        first: dict[ParamSpec, str] = {}
-        # Also in where their home nodes are, which a trace does not know.
-        self._alike = {
-            key: first.setdefault(replace(spec, key="", name=""), key)
-            for key, spec in specs.items()
-        }
         self._host_bytes = max(0, job.host_bytes_per_rank - self._homes_on_host_bytes())
         budget = HostBudget(bytes=self._host_bytes, limit=Limit.AVAILABLE)
         self._base = replace(self._base, host_budget=budget)
@@ -256,7 +250,7 @@ class _Estimation:
         self, like: _Call | None, keys: Mapping[str, str], number: int, room: Room
     ) -> _Call | None:
         """Plan another call of a graph like its first call, if the passes would plan it alike."""
-        if like is None or any(self._alike[a] != self._alike[b] for a, b in keys.items()):
+        if like is None:
             return None
         found = plan_alike(
             like.planned,
