@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -142,6 +143,45 @@ def test_the_code_around_a_stack_is_compiled() -> None:
     assert pair.graphs == 4  # those of the stack, and all that comes after it
     assert len(state_of(pair.model).plans) == LAYERS + 3
     assert not fcdp_compile.explain(pair.model).graph_breaks
+
+
+_TRACED: list[None] = []
+
+
+@torch.compiler.assume_constant_result
+def _note_trace() -> None:
+    _TRACED.append(None)
+
+
+def _decorated(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return call
+
+
+class Decorated(Stack):
+    """A stack whose forward is many frames, and does more than to call its layers."""
+
+    @_decorated
+    @_decorated
+    @_decorated
+    def forward(self, ids: Tensor, cache: Any = None) -> Tensor:
+        x = self.embedding(ids)
+        _note_trace()
+        for layer in self.layers:
+            x = layer(x + ids.unsqueeze(-1).tanh(), cache=cache)
+        result: Tensor = self.head(x)
+        return result
+
+
+def test_the_frames_around_layers_are_not_traced_in_full() -> None:
+    _TRACED.clear()
+    pair = Pair(cls=Decorated)
+    pair.compare(steps=1)
+    # By the plain model, to find the first layer, and twice after the embedding; not in each frame.
+    assert len(_TRACED) == 4
 
 
 def test_one_graph_for_who_asks_for_it() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fcdp_compile.core.params.registry import lost_write
 from fcdp_compile.torch_compat.autograd import is_in_transform
@@ -37,7 +37,7 @@ class Gate:
     is_called: whether the model itself is being called, compiled or not, which begins before Dynamo checks
     its guards.
     has_layers: whether equal layers are compiled by themselves (`core.sharding.layers`); None until Dynamo
-    reaches the first of them.
+    reaches the first of them.  stack: the innermost module with equal layers whose forward Python runs.
     anchor: requires a gradient, and never gets one.  reads: what the forward that Python runs has gathered.
     """
 
@@ -45,6 +45,7 @@ class Gate:
         self.inside = False
         self.is_called = False
         self.has_layers: bool | None = None
+        self.stack: nn.Module | None = None
         self.anchor = torch.zeros((), device="cpu", requires_grad=True)
         self.reads: list[Read] | None = None
 

@@ -45,11 +45,12 @@ _PLAIN = (Tensor, BlockMask, bool, int, float, str, type(None), torch.dtype, tor
 class StackRole(Enum):
     """What a module is to the equal layers of its model.
 
-    STACK: it contains some.  LAYER: it is one.
+    STACK: it contains some.  LAYER: it is one.  BESIDE: the forward that calls some in a loop calls it, too.
     """
 
     STACK = "stack"
     LAYER = "layer"
+    BESIDE = "beside"
 
 
 def roles(
@@ -84,10 +85,12 @@ def roles(
                 found.update(dict.fromkeys(module, StackRole.LAYER))
                 found[module] = StackRole.STACK
                 return True
-        below = [has_layers(child) for child in module.children()]
-        if any(below):
+        below = {child: has_layers(child) for child in module.children()}
+        if any(below.values()):
             found[module] = StackRole.STACK
-        return any(below)
+        if any(has and isinstance(child, nn.ModuleList) for child, has in below.items()):
+            found.update(dict.fromkeys([m for m in below if m not in found], StackRole.BESIDE))
+        return any(below.values())
 
     if not has_layers(root):
         return {}

@@ -104,6 +104,8 @@ def sharded_class(
         members["_fcdp_only_asks_for_gradients"] = _fcdp_only_asks_for_gradients
     if role is StackRole.STACK:
         members["_fcdp_is_apart"] = _fcdp_is_apart
+    if role is StackRole.BESIDE:
+        members["_fcdp_is_beside"] = _fcdp_is_beside
     if role is StackRole.LAYER:
         members["_fcdp_stands_alone"] = _fcdp_stands_alone
         members["__call__"] = _layer_call(cls)
@@ -227,7 +229,7 @@ def _forward_within_gate(
 
     inlined = checked if is_root or input_dtype is not None else inner
     shared = _with_own_code(inlined, f"forward of {cls.__name__}")
-    is_stack = role is StackRole.STACK
+    is_stack, is_beside = role is StackRole.STACK, role is StackRole.BESIDE
 
     # Python runs the first of these frames, so the gate is set for all that runs eagerly below it, whatever
     # is traced.  Frames that Dynamo inlines leave the gate alone: each look at it would be a guard.
@@ -236,10 +238,18 @@ def _forward_within_gate(
         if torch.compiler.is_compiling():
             if is_stack and self._fcdp_is_apart():
                 break_graph(msg=OWN_BREAK)
+            if is_beside and self._fcdp_is_beside():
+                skip_this_frame()
             result = inlined(self, *args, **kwargs)
             return _requiring_grad(self, result) if self._forward_hooks else result
         state: ModuleState = self._fcdp  # a call of a function would be a frame for Dynamo
-        return state.gate.watch(shared, self, *args, **kwargs)
+        if not is_stack:
+            return state.gate.watch(shared, self, *args, **kwargs)
+        before, state.gate.stack = state.gate.stack, self
+        try:
+            return state.gate.watch(shared, self, *args, **kwargs)
+        finally:
+            state.gate.stack = before
 
     skip_frame(forward)
     return forward
@@ -275,6 +285,18 @@ def _layer_call(cls: type[nn.Module]) -> Callable[..., Any]:
 def _fcdp_is_apart(module: nn.Module) -> bool:
     """Whether a call of a stack is left to Python: it contains layers that stand by themselves."""
     return bool(_state(module).gate.has_layers) and _may_stand_alone()
+
+
+# Constant for Dynamo, too.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
+def _fcdp_is_beside(module: nn.Module) -> bool:
+    """Whether the frame that Dynamo traces will reach layers that stand by themselves.
+
+    To leave it to Python before Dynamo has traced all that comes before them saves most of its time.
+    """
+    gate = _state(module).gate
+    is_within = gate.stack is not None and any(m is module for m in gate.stack.children())
+    return is_within and bool(gate.has_layers) and _may_stand_alone()
 
 
 # Constant for Dynamo, too.
