@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.ops import REQUIRE_GRAD
+from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.torch_compat import compilers
 from fcdp_compile.torch_compat.autograd import without_modes
 from fcdp_compile.torch_compat.graphs import boxed
@@ -72,8 +73,11 @@ class Compute:
     def _compile(self, gm: GraphModule) -> BoxedCallable:
         if not self.is_inductor:
             return boxed(gm)
-        inputs = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-        return compilers.compile_with_inductor(gm, inputs, self._settings)
+        own = clone(
+            gm
+        )  # Inductor changes the graph, and a plan of alike parameters compiles it again
+        inputs = [n.meta["val"] for n in own.graph.find_nodes(op="placeholder")]
+        return compilers.compile_with_inductor(own, inputs, self._settings)
 
 
 def inductor_settings(mode: str | None) -> dict[str, Any]:
