@@ -22,18 +22,23 @@ from fcdp_compile.plan import Kind
 
 
 @torch.library.custom_op("fcdp::unshard", mutates_args=())
-def unshard(shard: Tensor, key: str) -> Tensor:
-    """Gather the parameter `key` from every rank's `shard`, in the full shape and the gather dtype."""
-    registry.check_shard(registry.spec_of(key), shard)
-    return registry.owner_of(key).gather_eagerly(key, shard)
+def unshard(shard: Tensor, key: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Gather the parameter `key` from every rank's `shard`, in the full shape.
+
+    dtype: of the result; by default the gather dtype (`passes.narrow`).
+    """
+    spec = registry.spec_of(key)
+    registry.check_shard(spec, shard)
+    whole = registry.owner_of(key).gather_eagerly(key, shard)
+    return whole if dtype in (None, whole.dtype) else whole.to(dtype)
 
 
 @unshard.register_fake
-def _fake_unshard(shard: Tensor, key: str) -> Tensor:
+def _fake_unshard(shard: Tensor, key: str, dtype: torch.dtype | None = None) -> Tensor:
     spec = registry.spec_of(key)
     registry.check_shard(spec, shard)
     device = spec.computes_on or shard.device
-    return shard.new_empty(spec.layout.shape, dtype=spec.gather_dtype, device=device)
+    return shard.new_empty(spec.layout.shape, dtype=dtype or spec.gather_dtype, device=device)
 
 
 @torch.library.custom_op("fcdp::reduce_grad", mutates_args=())
@@ -67,25 +72,25 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.accumulates = not is_traced and registry.owner_of(ctx.key).accumulates_eagerly(ctx.key)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     if grad.layout is not torch.strided:
         raise FcdpError(
             f"the gradient of parameter {ctx.key.partition(':')[2]!r} is sparse, and fcdp averages "
             "dense gradients; pass sparse=False where the forward looks rows up"
         )
     reduce = torch.ops.fcdp.accumulate_grad if ctx.accumulates else torch.ops.fcdp.reduce_grad
-    return reduce(grad, ctx.key), None
+    return reduce(grad, ctx.key), None, None
 
 
 unshard.register_autograd(_backward, setup_context=_setup)
 
 
 @torch.library.custom_op("fcdp::unshard_given", mutates_args=())
-def unshard_given(shard: Tensor, key: str) -> Tensor:
+def unshard_given(shard: Tensor, key: str, dtype: torch.dtype | None = None) -> Tensor:
     """Gather a value of the parameter `key` that is not the model's own from every rank's `shard`."""
     spec = registry.spec_of(key)
     registry.check_shard(spec, shard)
-    return registry.owner_of(key).gather(key, shard, spec.gather_dtype)
+    return registry.owner_of(key).gather(key, shard, dtype or spec.gather_dtype)
 
 
 @torch.library.custom_op("fcdp::reduce_given", mutates_args=())

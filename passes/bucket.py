@@ -35,7 +35,7 @@ def bucket(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
     a graph are sent together.  A bucket is full at `ctx.bucket_bytes`, or at a size that suits the inter link
     (`bucket_bytes`); buckets of matrices with home nodes are larger.  A parameter stays in the bucket that it
     already has, so that graphs of one model share cached copies.  It gets a new bucket if it was frozen or
-    unfrozen since, or if this graph must gather the bucket and lacks some of its parameters.
+    unfrozen since, if this graph gathers it in another dtype (`narrow`), or if this graph must gather the bucket and lacks some of its parameters.
 
     If node shards are kept on the host, new buckets take the rest of the host budget one after the other.
     A bucket that does not fit has no tier and is gathered at every use, in this graph and in later graphs.
@@ -59,11 +59,11 @@ def _reusable(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
     by_name = {ctx.specs[k].name: k for k in keys}
     found: dict[str, Use] = {}
     for key in keys:
-        for use in ctx.known.get(key, ()) if key not in found else ():
+        for use in ctx.serving(key) if key not in found else ():
             bucket = use.bucket
             members = [by_name[p.name] for p in bucket.params if p.name in by_name]
             unchanged = all(
-                use in ctx.known.get(k, ()) and (k in ctx.frozen) == bucket.frozen for k in members
+                use in ctx.serving(k) and (k in ctx.frozen) == bucket.frozen for k in members
             )
             can_load = bucket.strategy.is_resident or ctx.direction is Direction.BACKWARD
             if unchanged and can_load and use.placement.is_cached:

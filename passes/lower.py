@@ -137,11 +137,10 @@ def lower_alone(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def gather_alone(graph: Graph, ctx: PassContext) -> None:
     """Replace each `unshard` of a parameter that one rank has whole by its shard; a part of `lower`."""
     for node in graph.find_nodes(op="call_function", target=UNSHARD):
-        spec = ctx.specs[str(node.args[1])]
-        if spec.layout.ranks > 1:
+        if ctx.specs[str(node.args[1])].layout.ranks > 1:
             continue
         with graph.inserting_before(node):
-            _replace(node, _cast(graph, node.args[0], spec.gather_dtype))
+            _replace(node, _cast(graph, node.args[0], node.meta["val"].dtype))
 
 
 def _cast(graph: Graph, node: Node, dtype: torch.dtype) -> Node:

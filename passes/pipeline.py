@@ -1,6 +1,6 @@
 """The passes in their order; lower graphs with buckets and make their schedules.
 
-    joint graph                        set_apart -> partition
+    joint graph                        set_apart -> narrow -> partition
     forward, then backward             bucket
     both                               stamp
     each direction and variant         choose_sources -> lower -> schedule -> segment, read by `describe`
@@ -23,6 +23,7 @@ from fcdp_compile.passes.graph.context import PassContext, Use
 from fcdp_compile.passes.graph.inline import clone
 from fcdp_compile.passes.graph.runner import Pass, Stages, decide, run
 from fcdp_compile.passes.lower import lower
+from fcdp_compile.passes.narrow import narrow
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.schedule import schedule
 from fcdp_compile.passes.segment import segment
@@ -33,11 +34,14 @@ from fcdp_compile.plan import Direction, Schedule, Variant
 Graphs = Mapping[Direction, GraphModule]
 Key = tuple[Direction, Variant]
 
+PREPARING: tuple[Callable[[GraphModule], GraphModule], ...] = (set_apart, narrow)
+"""The passes that change a joint graph before it is partitioned, and an inference graph."""
+
 LOWERING: tuple[Pass, ...] = (lower, schedule, segment)
 """The passes that change every variant of a graph."""
 
 PASSES: tuple[Callable[..., Any], ...] = (
-    set_apart,
+    *PREPARING,
     partition,
     bucket,
     stamp,

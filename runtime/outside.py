@@ -230,10 +230,14 @@ class OutsideReads:
         return found if found is not None and found.bucket.frozen == is_frozen else alone
 
     def _copied(self, key: str) -> BoundBucket | None:
-        """A bucket with exact values of a parameter whose copy exists, maybe stale."""
+        """A bucket with exact values of a parameter whose copy exists, maybe stale.
+
+        In the parameter's gather dtype: a graph may gather it in a lower one (`passes.narrow`).
+        """
+        dtype = self._records[key].spec.gather_dtype
         own = [self._own[key]] if key in self._own else []
         for bucket in (*self._buckets.of(key), *own):
-            is_exact = bucket.bucket.wire is Format.FULL
+            is_exact = bucket.bucket.wire is Format.FULL and bucket.dtype is dtype
             if is_exact and bucket.cache.generation is not None and _keeps_copies(bucket):
                 return bucket
         return None

@@ -34,8 +34,8 @@ from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.graph.inline import clone, fake_mode
 from fcdp_compile.passes.graph.runner import Stages, watched
 from fcdp_compile.passes.partition import mark_constant, partition
+from fcdp_compile.passes.pipeline import PREPARING
 from fcdp_compile.passes.planning.alike import renamed
-from fcdp_compile.passes.set_apart import set_apart
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.alike import AlikePlans
 from fcdp_compile.runtime.model import ShardedModel
@@ -147,7 +147,7 @@ class _Compilation:
     def _partition(
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
-        joint = self._set_apart("joint", joint)
+        joint = self._prepare("joint", joint)
         if (model := _model_of(joint)) is not None:
             self._progress = model.progress
             model.progress.plans()
@@ -207,7 +207,7 @@ class _Compilation:
 
     def _compile(self, direction: Direction, gm: GraphModule, inputs: Any) -> Callable[..., Any]:
         if direction is Direction.INFERENCE:
-            self._set_apart(direction.value, gm)
+            self._prepare(direction.value, gm)
         model = _model_of(gm)
         if model is not None and direction is Direction.INFERENCE:
             self._plan(model, {direction: gm})
@@ -219,9 +219,17 @@ class _Compilation:
             return as_boxed(self._plans.backward)
         return as_boxed(partial(self._plans.forward, direction))
 
-    def _set_apart(self, title: str, gm: GraphModule) -> GraphModule:
-        after = watched("set_apart", {title: gm}, lambda: {title: set_apart(gm)}, self._stages)
-        return after[title]
+    def _prepare(self, title: str, gm: GraphModule) -> GraphModule:
+        for change in PREPARING:
+            change_it = partial(_changed, change, title, gm)
+            gm = watched(change.__name__, {title: gm}, change_it, self._stages)[title]
+        return gm
+
+
+def _changed(
+    change: Callable[[GraphModule], GraphModule], title: str, gm: GraphModule
+) -> dict[str, GraphModule]:
+    return {title: change(gm)}
 
 
 def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import sympy
+import torch
 from torch.fx import GraphModule
 
 from fcdp_compile.cluster.free_memory import HostBudget
@@ -69,7 +70,7 @@ class PassContext:
 
     nodes, ranks_per_node: the size of the mesh; a `Bucket` has fields with these names that count only the
     ranks that share one copy of the bucket.  node: this rank's node.
-    specs: of every parameter of the model, by key.  frozen: keys of the parameters that need no gradient now.
+    specs: of every parameter of the model, by key, with the gather dtype that the graphs use.  frozen: keys of the parameters that need no gradient now.
     known: the buckets that hold a parameter already, by key.  For a backward, its forward's comes first; for
     other graphs, buckets that only a backward made are left out.  next_bucket: the first unused number.
     uses: of the parameters that the graph gathers, once `bucket` has run; `choose_sources` adds sources.
@@ -109,6 +110,11 @@ class PassContext:
     def ranks(self) -> int:
         """All ranks of the mesh."""
         return self.nodes * self.ranks_per_node
+
+    def serving(self, key: str) -> list[Use]:
+        """The known buckets of a parameter that are gathered in its gather dtype."""
+        dtype = self.specs[key].gather_dtype
+        return [u for u in self.known.get(key, ()) if getattr(torch, u.bucket.dtype) is dtype]
 
 
 def keys_of(gm: GraphModule, op: Callable[..., Any]) -> list[str]:

@@ -29,7 +29,8 @@ def renamed(gm: GraphModule, keys: Mapping[str, str]) -> GraphModule:
     copied = clone(gm)
     for target in (UNSHARD, REDUCE_GRAD, *GIVEN.values()):
         for node in copied.graph.find_nodes(op="call_function", target=target):
-            node.args = (node.args[0], keys.get(str(node.args[1]), node.args[1]))
+            shard, key, *dtype = node.args
+            node.args = (shard, keys.get(str(key), key), *dtype)
     copied.recompile()
     return copied
 
@@ -93,9 +94,12 @@ class Counterparts:
 
     def context(self, old: PassContext) -> PassContext:
         """The context of the new graph; it lowers the graph, and makes no more buckets."""
+        dtypes = {new: old.specs[key].gather_dtype for key, new in self.keys.items()}
+        specs = {key: replace(old.specs[key], gather_dtype=d) for key, d in dtypes.items()}
         return replace(
             old,
             known={},
+            specs={**old.specs, **specs},
             uses=self.uses(old.uses),
             reduced=self.uses(old.reduced),
             backward_buckets=self.numbers(old.backward_buckets),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
+from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
 from fcdp_compile.passes.bucket import bucket
 from fcdp_compile.passes.graph.context import PassContext, Uses, buckets_of, keys_of
@@ -72,6 +73,7 @@ def plan_graphs(
 
     Requires: `set_apart`, and `partition` of a forward and its backward.
     """
+    base = replace(base, specs={**base.specs, **_gathered(graphs, base)})
     beside_bytes = 0
     if Direction.BACKWARD in graphs:
         forward = graphs[Direction.FORWARD]
@@ -112,6 +114,20 @@ def plan_graphs(
     )
 
 
+def _gathered(graphs: Graphs, base: PassContext) -> dict[str, ParamSpec]:
+    """The specs of the parameters that the graphs gather, with the gather dtype that they use (`narrow`)."""
+    reads = [
+        node
+        for gm in graphs.values()
+        for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)
+    ]
+    return {
+        str(key): replace(base.specs[str(key)], gather_dtype=dtype[0])
+        for _, key, *dtype in (node.args for node in reads)
+        if dtype
+    }
+
+
 def _give_buckets(
     graphs: Graphs, book: BucketBook, base: PassContext, stages: Stages | None
 ) -> tuple[dict[Direction, PassContext], tuple[Bucket, ...], tuple[Bucket, ...]]:
@@ -138,7 +154,7 @@ def _give_buckets(
         contexts[direction] = replace(
             ctx,
             uses=uses[direction],
-            reduced={key: ctx.known[key][0] for key in keys_of(gm, REDUCE_GRAD)},
+            reduced={key: ctx.serving(key)[0] for key in keys_of(gm, REDUCE_GRAD)},
             backward_buckets=again,
         )
     return contexts, tuple(without_room), tuple(wanting)

@@ -11,6 +11,7 @@ Programs, seams, gradients that wait and reads outside of graphs all move bucket
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -60,7 +61,7 @@ class BoundBucket:
         self.keys = [r.spec.key for r in records]
         self.home = transport.topology.home(bucket.strategy.home)
         self._layouts = [p.layout for p in bucket.params]
-        self._dtype: torch.dtype = getattr(torch, bucket.dtype)
+        self.dtype: torch.dtype = getattr(torch, bucket.dtype)  # of gathers and of the copy
         # Once, not in every step.
         self._sizes = bucket.sizes()
         self._names = {kind: range_name(kind, bucket) for kind in FETCHES | REDUCING}
@@ -100,7 +101,7 @@ class BoundBucket:
         """The home buffer [S] of these shards; by default of the model's own, which are brought back."""
         if shards is None:
             shards = [r.local() for r in self.records]
-        return pack_home(shards, self._layouts, self._dtype, self._collectives.node)
+        return pack_home(shards, self._layouts, self.dtype, self._collectives.node)
 
     def gather(self, kind: Kind, *parts: Tensor | Pending) -> Pending:
         """Start one step of a gather; `parts` are the inputs of the op of this kind (`fcdp_compile.ops`)."""
@@ -220,7 +221,9 @@ class BoundBucket:
         return [
             (record, place.offset + slots_before * bucket.slot_elements)
             for record, place in zip(self.records, bucket.params, strict=True)
-            if may_leave(record.spec, is_frozen=bucket.frozen)
+            if may_leave(
+                replace(record.spec, gather_dtype=self.dtype), is_frozen=bucket.frozen
+            )
         ]
 
     def _released(self, generation: int, start: int, spec: ParamSpec) -> Tensor:

@@ -36,6 +36,7 @@ from fcdp_compile.models.parallel.context import context_parallel
 from fcdp_compile.models.parallel.tensor import tensor_parallel
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.memory.curve import hints_of
+from fcdp_compile.passes.narrow import narrow
 from fcdp_compile.passes.partition import partition
 from fcdp_compile.passes.set_apart import set_apart
 from fcdp_compile.plan import Direction
@@ -372,7 +373,7 @@ class _Capture:
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any
     ) -> tuple[GraphModule, GraphModule]:
         fw, bw = partition(
-            joint,
+            narrow(joint),
             joint_inputs,
             num_fwd_outputs=num_fwd_outputs,
             partitioner=min_cut_rematerialization_partition,
@@ -385,7 +386,7 @@ class _Capture:
     def _inference(self, gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not gm.graph.find_nodes(op="call_function", target=UNSHARD):
             return _as_it_is(gm, example_inputs)
-        gm = set_apart(gm)
+        gm = narrow(set_apart(gm))
         self.graphs.append(TracedGraph(graphs={Direction.INFERENCE: gm}, outputs=0))
         return self._forward(gm, example_inputs)
 

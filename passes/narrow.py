@@ -1,0 +1,82 @@
+"""Gather parameters in the dtype that a graph uses them in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map_only
+
+from fcdp_compile.ops import UNSHARD
+from fcdp_compile.passes.graph.views import is_view
+
+_CASTS: tuple[Callable[..., Any], ...] = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+)
+
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def narrow(gm: GraphModule) -> GraphModule:
+    """Let each parameter that a graph only casts to a lower dtype be gathered in this dtype.
+
+        unshard(w) -> to_copy(bfloat16) -> t -> mm        unshard(w, bfloat16) -> t -> mm
+        unshard(w) -> t -> to_copy(bfloat16) -> mm        unshard(w, bfloat16) -> t -> mm
+
+    Autocast, the `bf16=True` of most Trainers, makes such graphs.  A cast gives each element the same bits
+    before a gather as after it.  What the graph also uses in the parameter's own dtype, such as the weight of
+    a norm, is gathered in that.  In a joint graph, the forward and the backward count as one.
+
+    Requires: `set_apart`.
+    Leaves: the dtype as the third argument of an `unshard`, the same for all reads of a key.
+    """
+    reads: dict[str, list[Node]] = {}
+    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        reads.setdefault(str(node.args[1]), []).append(node)
+    for nodes in reads.values():
+        views, casts = [*nodes], []  # type: list[Node], list[Node]
+        for node in views:  # grows
+            casts += [user for user in node.users if is_cast(user)]
+            views += [user for user in node.users if not is_cast(user)]
+        dtypes = {cast.meta["val"].dtype for cast in casts}
+        if len(dtypes) == 1 and all(map(_is_same_dtype, views[len(nodes) :])):
+            (dtype,) = dtypes
+            if dtype in _NARROW and dtype.itemsize < nodes[0].meta["val"].dtype.itemsize:
+                _gather_as(dtype, nodes, views, casts)
+    gm.recompile()
+    return gm
+
+
+def is_cast(node: Node) -> bool:
+    """Whether a node gives each element another dtype, and does nothing else."""
+    if node.target not in _CASTS:
+        return False
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(before.device == after.device and before.stride() == after.stride())
+
+
+def _is_same_dtype(node: Node) -> bool:
+    """Whether a node is a view with the dtype of what it views."""
+    return (
+        node.op == "call_function"
+        and is_view(node)
+        and node.target is not torch.ops.aten.view.dtype
+    )
+
+
+def _gather_as(dtype: torch.dtype, reads: list[Node], views: list[Node], casts: list[Node]) -> None:
+    for read in reads:
+        read.args = (*read.args[:2], dtype)
+    for node in views:
+        node.meta = {**node.meta, "val": tree_map_only(Tensor, _cast(dtype), node.meta["val"])}
+    for cast in casts:
+        cast.replace_all_uses_with(cast.all_input_nodes[0])
+        cast.graph.erase_node(cast)
+
+
+def _cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda val: val.new_empty_strided(val.shape, val.stride(), dtype=dtype)
