@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from fcdp_compile import ops
 from fcdp_compile.core.params.packing import pack_home, unpack_full
 from fcdp_compile.passes.graph.context import META, Packing, PassContext, Source
-from fcdp_compile.passes.graph.explicit import explicit, wait_for
+from fcdp_compile.passes.graph.explicit import erase_unused, explicit, wait_for
 from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.passes.graph.views import copy_returned, same_values
 from fcdp_compile.plan import Bucket, Tier
@@ -46,15 +46,6 @@ def gather_params(
         copy_returned(graph, used)
     erase_unused([p for p in full if not p.users])
     return buffer if is_pending else None
-
-
-def erase_unused(nodes: list[Node]) -> None:
-    """Erase unused nodes, and then their inputs if nothing else uses them; explicit nodes stay."""
-    for node in nodes:
-        if not node.users and node.op == "call_function" and node.target not in ops.EXPLICIT:
-            inputs = node.all_input_nodes
-            node.graph.erase_node(node)
-            erase_unused(inputs)
 
 
 def _start(

@@ -7,9 +7,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from fcdp_compile import ops
 from fcdp_compile.ops import REDUCE_GRAD, UNSHARD
-from fcdp_compile.passes.gather_params import erase_unused, gather_params
+from fcdp_compile.passes.gather_params import gather_params
 from fcdp_compile.passes.graph.context import PassContext
-from fcdp_compile.passes.graph.explicit import explicit, wait_for
+from fcdp_compile.passes.graph.explicit import erase_unused, explicit, wait_for
 from fcdp_compile.passes.graph.views import is_view
 from fcdp_compile.passes.reduce_grads import reduce_grads
 from fcdp_compile.plan import Bucket

@@ -11,12 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_map_only
 
 from fcdp_compile.ops import UNSHARD
-from fcdp_compile.passes.graph.views import is_view
-
-_CASTS: tuple[Callable[..., Any], ...] = (
-    torch.ops.aten._to_copy.default,
-    torch.ops.prims.convert_element_type.default,
-)
+from fcdp_compile.passes.graph.views import is_cast, is_view
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -49,14 +44,6 @@ def narrow(gm: GraphModule) -> GraphModule:
                 _gather_as(dtype, nodes, views, casts)
     gm.recompile()
     return gm
-
-
-def is_cast(node: Node) -> bool:
-    """Whether a node gives each element another dtype, and does nothing else."""
-    if node.target not in _CASTS:
-        return False
-    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    return bool(before.device == after.device and before.stride() == after.stride())
 
 
 def _is_same_dtype(node: Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from fcdp_compile.core.params.packing import (
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.ops import REDUCE_GRAD
 from fcdp_compile.passes.graph.context import PassContext, Use
-from fcdp_compile.passes.graph.explicit import explicit, wait_for
+from fcdp_compile.passes.graph.explicit import erase_unused, explicit, wait_for
 from fcdp_compile.passes.graph.inline import inline
+from fcdp_compile.passes.graph.views import is_cast, same_values
 from fcdp_compile.plan import Bucket, Tier, Variant
 from fcdp_compile.plan.kinds import INTER_KINDS
 from fcdp_compile.plan.reduction import REDUCTIONS, all_reduce_bytes, waits_before
@@ -28,7 +29,11 @@ from fcdp_compile.strategy.formats import Format, row_bytes
 
 
 def reduce_grads(graph: Graph, ctx: PassContext) -> None:
-    """Replace each `reduce_grad` by the steps of its bucket's reduction; a part of `lower`."""
+    """Replace each `reduce_grad` by the steps of its bucket's reduction; a part of `lower`.
+
+    [Note: gradients in a lower dtype] Gradients that compute makes in a lower dtype, as under autocast, cross
+    within the node in it.  The sum of the node is taken in fp32, so it has the same bits.
+    """
     nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
     _sink_results(graph, nodes)
     groups: dict[Use, list[Node]] = {}
@@ -56,6 +61,11 @@ def _reduce_bucket(graph: Graph, use: Use, members: list[Node], ctx: PassContext
     layouts = [s.layout for s in specs]
     bucket, dtype = use.bucket, getattr(torch, use.bucket.reduce_dtype)
     grads: list[Node] = [n.all_input_nodes[0] for n in members]
+    steps = _reduction_steps(use, ctx, is_on_host=specs[0].computes_on is not None)
+    computed = [_before_cast(g) for g in grads]
+    sent = computed[0].meta["val"].dtype
+    if _crosses_as(sent, computed, dtype) and steps and steps[0][0] is ops.intra_reduce_scatter:
+        grads, dtype = computed, sent  # [Note: gradients in a lower dtype]
     with graph.inserting_before(_after(max(grads))):
         together = ctx.ranks_per_node // bucket.ranks_per_node
         (packed,) = inline(
@@ -64,7 +74,7 @@ def _reduce_bucket(graph: Graph, use: Use, members: list[Node], ctx: PassContext
             grads,
             ctx.decompositions,
         )
-        reduced = _reduce_packed(graph, use, packed, specs, ctx)
+        reduced = _reduce_packed(graph, use, packed, specs, steps, ctx)
     with graph.inserting_before(min(members)):
         shapes, homes = [s.local_shape for s in specs], [s.home_dtype for s in specs]
         if _variant(use, ctx) is Variant.ACCUMULATE:
@@ -78,11 +88,29 @@ def _reduce_bucket(graph: Graph, use: Use, members: list[Node], ctx: PassContext
             )
     for node, result in zip(members, shards, strict=True):
         node.replace_all_uses_with(result)
-        graph.erase_node(node)
+        erase_unused([node])
+
+
+def _before_cast(grad: Node) -> Node:
+    """A gradient as it was before the graph cast it."""
+    cast = same_values(grad)
+    return cast.all_input_nodes[0] if is_cast(cast) else grad
+
+
+def _crosses_as(sent: torch.dtype, grads: Sequence[Node], reduces: torch.dtype) -> bool:
+    """Whether gradients can cross in a lower dtype than the one that they are reduced in."""
+    if any(g.meta["val"].dtype is not sent for g in grads) or not is_narrow(sent):
+        return False
+    return torch.promote_types(sent, torch.float32) is reduces
 
 
 def _reduce_packed(
-    graph: Graph, use: Use, packed: Node, specs: Sequence[ParamSpec], ctx: PassContext
+    graph: Graph,
+    use: Use,
+    packed: Node,
+    specs: Sequence[ParamSpec],
+    steps: Iterable[tuple[Callable[..., Any], int]],
+    ctx: PassContext,
 ) -> Node:
     """Insert the steps of a reduction and a wait for the last step; return the reduced buffer."""
     bucket, dtype = use.bucket, getattr(torch, use.bucket.reduce_dtype)
@@ -91,10 +119,12 @@ def _reduce_packed(
     names = tuple(s.name for s in specs)
     elements = int(packed.meta["val"].numel())
     buffer, pending = packed, None  # type: Node, Node | None
-    is_on_host = specs[0].computes_on is not None
-    for op, size in _reduction_steps(use, ctx, is_on_host=is_on_host):
-        moved, result = (size - 1) * elements * bucket.reduce_itemsize, dtype
+    for op, size in steps:
+        sent: torch.dtype = buffer.meta["val"].dtype
+        moved, result = (size - 1) * elements * sent.itemsize, dtype
         scratch = _scratch_bytes(op, bucket, slots, elements, size)
+        if sent is not dtype:
+            scratch = elements * sent.itemsize  # the parts of all ranks
         if op in (ops.collect, ops.accumulate):
             on_host = use.placement.gradient_tier is Tier.HOST
             moved = elements * wide.itemsize if on_host else 0

@@ -65,3 +65,12 @@ def wait_for(graph: Graph, pending: Node) -> Node:
     if "val" in pending.meta:
         node.meta["val"] = pending.meta["val"]
     return node
+
+
+def erase_unused(nodes: list[Node]) -> None:
+    """Erase unused nodes, and then their inputs if nothing else uses them; explicit nodes stay."""
+    for node in nodes:
+        if not node.users and node.op == "call_function" and node.target not in ops.EXPLICIT:
+            inputs = node.all_input_nodes
+            node.graph.erase_node(node)
+            erase_unused(inputs)

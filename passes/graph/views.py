@@ -22,6 +22,19 @@ def is_view(node: Node) -> bool:
     return any(r.alias_info is not None for r in node.target._schema.returns)
 
 
+_CASTS = (
+    torch.ops.aten._to_copy.default,
+    torch.ops.prims.convert_element_type.default,
+)
+
+def is_cast(node: Node) -> bool:
+    """Whether a node gives each element another dtype, and does nothing else."""
+    if node.target not in _CASTS:
+        return False
+    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    return bool(before.device == after.device and before.stride() == after.stride())
+
+
 _SAME_ORDER = (
     torch.ops.aten.view.default,
     torch.ops.aten.alias.default,

@@ -258,7 +258,10 @@ class BoundBucket:
             params = tuple(p.name for p in self.bucket.params) if params is None else params
             codec, sizes = self.cache.codecs.of_gradients(params), self.bucket.sizes(params)
         name = self._names[kind]
-        return self._collectives.reduction(kind, grads, name, codec=codec, sizes=sizes)
+        dtype = getattr(torch, self.bucket.reduce_dtype)
+        return self._collectives.reduction(
+            kind, grads, name, dtype=dtype, codec=codec, sizes=sizes
+        )
 
     def reduced(
         self, kinds: Iterable[Kind], grads: Pending, params: tuple[str, ...] | None = None

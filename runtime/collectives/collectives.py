@@ -169,12 +169,13 @@ class Collectives:
         send: Tensor | Pending,
         name: str,
         *,
+        dtype: torch.dtype | None = None,
         codec: Codec | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Pending:
         """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider.
 
-        codec: encodes what is sent, once; decoded values are summed (qgZ of ZeRO++, section 3.3).
+        dtype: of the result; None: that of `send`.  codec: encodes what is sent, once; decoded values are summed (qgZ of ZeRO++, section 3.3).
         sizes: the elements of each node's rank, if they differ; then between nodes and without a codec.
         """
         size = self.group_size(kind)
@@ -187,7 +188,7 @@ class Collectives:
         self.counters.add(kind, sent_bytes)
         if size == 1:
             return passed_on(send)
-        out = _empty(whole, mine)
+        out = _empty(whole, mine, dtype)
         if not whole.nbytes:
             return Pending(out)
         if sizes is not None:
@@ -231,19 +232,20 @@ class Collectives:
         send: Tensor | Pending,
         name: str,
         *,
+        dtype: torch.dtype | None = None,
         codec: Codec | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Pending:
         """Start one step of a reduction of gradients (`fcdp_compile.plan.reduction`).
 
-        codec: encodes the gradients of a reduce-scatter.  sizes: of a reduce-scatter between nodes.
+        dtype: of the result of a reduce-scatter; None: that of `send`.  codec: encodes the gradients of a reduce-scatter.  sizes: of a reduce-scatter between nodes.
         """
         if kind is Kind.INTER_ALL_REDUCE:
             return self.all_reduce(kind, send, name)
         if kind is Kind.INTRA_GRAD_ALL_GATHER:
             return self.all_gather(kind, send, name)
         assert kind in (Kind.INTRA_REDUCE_SCATTER, Kind.INTER_REDUCE_SCATTER), kind
-        return self.reduce_scatter(kind, send, name, codec=codec, sizes=sizes)
+        return self.reduce_scatter(kind, send, name, dtype=dtype, codec=codec, sizes=sizes)
 
     def agree(
         self,
