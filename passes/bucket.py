@@ -35,7 +35,8 @@ def bucket(keys: Collection[str], ctx: PassContext) -> dict[str, Use]:
     a graph are sent together.  A bucket is full at `ctx.bucket_bytes`, or at a size that suits the inter link
     (`bucket_bytes`); buckets of matrices with home nodes are larger.  A parameter stays in the bucket that it
     already has, so that graphs of one model share cached copies.  It gets a new bucket if it was frozen or
-    unfrozen since, if this graph gathers it in another dtype (`narrow`), or if this graph must gather the bucket and lacks some of its parameters.
+    unfrozen since, if this graph gathers it in another dtype (`narrow`), or if this graph must gather the
+    bucket and lacks some of its parameters.
 
     If node shards are kept on the host, new buckets take the rest of the host budget one after the other.
     A bucket that does not fit has no tier and is gathered at every use, in this graph and in later graphs.

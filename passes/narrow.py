@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from fcdp_compile.passes.graph.views import is_cast, is_view
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def narrow(gm: GraphModule) -> GraphModule:
+def narrow(gm: GraphModule, but: Collection[str] = ()) -> GraphModule:
     """Let each parameter that a graph only casts to a lower dtype be gathered in this dtype.
 
         unshard(w) -> to_copy(bfloat16) -> t -> mm        unshard(w, bfloat16) -> t -> mm
@@ -26,13 +25,15 @@ def narrow(gm: GraphModule) -> GraphModule:
     before a gather as after it.  What the graph also uses in the parameter's own dtype, such as the weight of
     a norm, is gathered in that.  In a joint graph, the forward and the backward count as one.
 
+    but: keys to leave alone: no rounded copy lets their home shards leave the device.
+
     Requires: `set_apart`.
     Leaves: the dtype as the third argument of an `unshard`, the same for all reads of a key.
     """
     reads: dict[str, list[Node]] = {}
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         reads.setdefault(str(node.args[1]), []).append(node)
-    for nodes in reads.values():
+    for nodes in [nodes for key, nodes in reads.items() if key not in but]:
         views, casts = [*nodes], []  # type: list[Node], list[Node]
         for node in views:  # grows
             casts += [user for user in node.users if is_cast(user)]

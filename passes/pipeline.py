@@ -34,14 +34,12 @@ from fcdp_compile.plan import Direction, Schedule, Variant
 Graphs = Mapping[Direction, GraphModule]
 Key = tuple[Direction, Variant]
 
-PREPARING: tuple[Callable[[GraphModule], GraphModule], ...] = (set_apart, narrow)
-"""The passes that change a joint graph before it is partitioned, and an inference graph."""
-
 LOWERING: tuple[Pass, ...] = (lower, schedule, segment)
 """The passes that change every variant of a graph."""
 
 PASSES: tuple[Callable[..., Any], ...] = (
-    *PREPARING,
+    set_apart,
+    narrow,
     partition,
     bucket,
     stamp,

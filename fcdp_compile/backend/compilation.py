@@ -26,6 +26,7 @@ from fcdp_compile.core.params import registry
 from fcdp_compile.core.params.home_shard import bring_back_inputs
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.mesh import process_count
+from fcdp_compile.core.params.spec import may_leave
 from fcdp_compile.core.sharding.layers import COMPILES_LAYERS
 from fcdp_compile.core.sharding.refusals import is_ignored
 from fcdp_compile.errors import FcdpError, UnshardedParameterError
@@ -33,9 +34,10 @@ from fcdp_compile.models.quantised.weight import QuantisedWeight
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.graph.inline import clone, fake_mode
 from fcdp_compile.passes.graph.runner import Stages, watched
+from fcdp_compile.passes.narrow import narrow
 from fcdp_compile.passes.partition import mark_constant, partition
-from fcdp_compile.passes.pipeline import PREPARING
 from fcdp_compile.passes.planning.alike import renamed
+from fcdp_compile.passes.set_apart import set_apart
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.alike import AlikePlans
 from fcdp_compile.runtime.model import ShardedModel
@@ -220,16 +222,10 @@ class _Compilation:
         return as_boxed(partial(self._plans.forward, direction))
 
     def _prepare(self, title: str, gm: GraphModule) -> GraphModule:
-        for change in PREPARING:
-            change_it = partial(_changed, change, title, gm)
-            gm = watched(change.__name__, {title: gm}, change_it, self._stages)[title]
-        return gm
-
-
-def _changed(
-    change: Callable[[GraphModule], GraphModule], title: str, gm: GraphModule
-) -> dict[str, GraphModule]:
-    return {title: change(gm)}
+        apart = watched("set_apart", {title: gm}, lambda: {title: set_apart(gm)}, self._stages)
+        but = _leaving(_model_of(gm))
+        low = watched("narrow", apart, lambda: {title: narrow(apart[title], but)}, self._stages)
+        return low[title]
 
 
 def _reading(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -259,6 +255,18 @@ def _model_of(gm: GraphModule) -> ShardedModel | None:
         return None
     assert isinstance(owners[0], ShardedModel)
     return owners[0]
+
+
+def _leaving(model: ShardedModel | None) -> set[str]:
+    """The parameters that are copied to the host only to let their home shards leave the device."""
+    if model is None:
+        return set()
+    frozen = model.records.frozen()
+    return {
+        key
+        for key, record in model.records.items()
+        if record.spec.layout.nodes == 1 and may_leave(record.spec, is_frozen=key in frozen)
+    }
 
 
 def _scales_of(model: ShardedModel) -> Iterator[Tensor]:

@@ -70,7 +70,8 @@ class PassContext:
 
     nodes, ranks_per_node: the size of the mesh; a `Bucket` has fields with these names that count only the
     ranks that share one copy of the bucket.  node: this rank's node.
-    specs: of every parameter of the model, by key, with the gather dtype that the graphs use.  frozen: keys of the parameters that need no gradient now.
+    specs: of every parameter of the model, by key, with the gather dtype that the graphs use.
+    frozen: keys of the parameters that need no gradient now.
     known: the buckets that hold a parameter already, by key.  For a backward, its forward's comes first; for
     other graphs, buckets that only a backward made are left out.  next_bucket: the first unused number.
     uses: of the parameters that the graph gathers, once `bucket` has run; `choose_sources` adds sources.

@@ -27,6 +27,7 @@ _CASTS = (
     torch.ops.prims.convert_element_type.default,
 )
 
+
 def is_cast(node: Node) -> bool:
     """Whether a node gives each element another dtype, and does nothing else."""
     if node.target not in _CASTS:

@@ -221,9 +221,7 @@ class BoundBucket:
         return [
             (record, place.offset + slots_before * bucket.slot_elements)
             for record, place in zip(self.records, bucket.params, strict=True)
-            if may_leave(
-                replace(record.spec, gather_dtype=self.dtype), is_frozen=bucket.frozen
-            )
+            if may_leave(replace(record.spec, gather_dtype=self.dtype), is_frozen=bucket.frozen)
         ]
 
     def _released(self, generation: int, start: int, spec: ParamSpec) -> Tensor:
@@ -259,9 +257,7 @@ class BoundBucket:
             codec, sizes = self.cache.codecs.of_gradients(params), self.bucket.sizes(params)
         name = self._names[kind]
         dtype = getattr(torch, self.bucket.reduce_dtype)
-        return self._collectives.reduction(
-            kind, grads, name, dtype=dtype, codec=codec, sizes=sizes
-        )
+        return self._collectives.reduction(kind, grads, name, dtype=dtype, codec=codec, sizes=sizes)
 
     def reduced(
         self, kinds: Iterable[Kind], grads: Pending, params: tuple[str, ...] | None = None

@@ -175,7 +175,8 @@ class Collectives:
     ) -> Pending:
         """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider.
 
-        dtype: of the result; None: that of `send`.  codec: encodes what is sent, once; decoded values are summed (qgZ of ZeRO++, section 3.3).
+        dtype: of the result; None: that of `send`.
+        codec: encodes what is sent, once; decoded values are summed (qgZ of ZeRO++, section 3.3).
         sizes: the elements of each node's rank, if they differ; then between nodes and without a codec.
         """
         size = self.group_size(kind)
@@ -238,7 +239,8 @@ class Collectives:
     ) -> Pending:
         """Start one step of a reduction of gradients (`fcdp_compile.plan.reduction`).
 
-        dtype: of the result of a reduce-scatter; None: that of `send`.  codec: encodes the gradients of a reduce-scatter.  sizes: of a reduce-scatter between nodes.
+        dtype: of the result of a reduce-scatter; None: that of `send`.  codec: encodes the gradients of a
+        reduce-scatter.  sizes: of a reduce-scatter between nodes.
         """
         if kind is Kind.INTER_ALL_REDUCE:
             return self.all_reduce(kind, send, name)

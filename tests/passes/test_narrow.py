@@ -81,6 +81,13 @@ def test_other_uses_keep_the_parameters_dtype(uses: list[Use]) -> None:
     assert str(narrow(gm).graph) == before
 
 
+def test_some_are_left_alone() -> None:
+    gm = gathered(linear)
+    before = str(gm.graph)
+    assert str(narrow(gm, but=[key_of("w")]).graph) == before
+    assert str(narrow(gm, but=[key_of("v")]).graph) != before
+
+
 def test_graphs_share_a_bucket_only_in_one_dtype() -> None:
     wide = make_context(SPECS, WHERE)
     low = replace(wide, specs={k: replace(s, gather_dtype=BF16) for k, s in wide.specs.items()})

@@ -1,0 +1,129 @@
+"""Under autocast, weights and gradients travel in the dtype of computation, with equal results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fcdp_compile.backend import compilation
+from fcdp_compile.core.sharding.shard import state_of
+from fcdp_compile.passes import reduce_grads
+from fcdp_compile.plan import Direction
+from fcdp_compile.runtime.collectives.counters import AGREE
+from tests.distributed.parity import Sharded, Trial, values
+from tests.distributed.ranks import run
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+CASES = ("llama", "llama-lora")
+
+
+class Trained(NamedTuple):
+    """What training gave: losses, parameters, and the bytes of the last step by kind."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    moved: dict[str, int]
+
+
+def _train(mesh: DeviceMesh | None, trial: Trial, *, is_narrow: bool, **more: Any) -> Trained:
+    losses: list[float] = []
+    with nullcontext() if is_narrow else _as_before():
+        mine = Sharded(mesh, trial, **more)
+        for step in range(STEPS):
+            ids = mine.batches(step)[mine.rank]
+            # Steps in bf16 between evaluations in fp32, in bf16, and of the uncompiled model: each has values
+            # of its own dtype.
+            for net, autocast in ((mine.net, False), (mine.net, True), (mine.model, False)):
+                with torch.no_grad(), _autocast() if autocast else nullcontext():
+                    losses.append(mine.case.loss(net, ids).item())
+            for _ in range(2):
+                with _autocast():
+                    loss = mine.loss(ids)
+                loss.backward()
+                mine.step()
+                losses.append(loss.item())
+        moved = dict(state_of(mine.model).transport.counters.last_step)
+        if is_narrow and trial.case in CASES:
+            _check_dtypes(mine.model)
+        return Trained(losses, values(mine.model), moved)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Within it, all travels in the parameters' own dtype."""
+    with (
+        mock.patch.object(compilation, "narrow", lambda gm, but: gm),
+        mock.patch.object(reduce_grads, "_crosses_as", return_value=False),
+    ):
+        yield
+
+
+def _autocast() -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def _check_dtypes(model: Any) -> None:
+    """Weights of linear layers are bf16 in graphs under autocast, norms and embeddings nowhere."""
+    found: dict[str, set[str]] = {}
+    for plan in state_of(model).plans.values():
+        if any(s.direction is Direction.BACKWARD for s in plan.schedules):
+            for bucket in plan.buckets:
+                for param in bucket.params:
+                    found.setdefault(param.name, set()).add(bucket.dtype)
+    for name, dtypes in found.items():
+        wide = "norm" in name or "embed" in name
+        assert dtypes == {"float32" if wide else "bfloat16"}, name
+
+
+def _check(mesh: DeviceMesh | None, trials: list[Trial], **more: Any) -> None:
+    for trial in trials:
+        wide, low = (_train(mesh, trial, is_narrow=n, **more) for n in (False, True))
+        assert low.losses == wide.losses, trial
+        assert all(map(torch.equal, low.parameters.values(), wide.parameters.values())), trial
+        assert sum(low.moved.values()) < sum(wide.moved.values()), trial
+        for line, wide_bytes in wide.moved.items():
+            low_bytes = low.moved[line]
+            if line in ("inter_reduce_scatter", AGREE):
+                assert low_bytes == wide_bytes, (trial, line)
+            elif wide_bytes and trial.case in CASES:
+                assert wide_bytes / 2 <= low_bytes < 0.75 * wide_bytes, (trial, line)
+
+
+def test_two_nodes_of_two() -> None:
+    run(_check, [Trial(case="odd-lora")], nodes=2, ranks_per_node=2)
+
+
+@pytest.mark.slow
+def test_models_of_transformers() -> None:
+    trials = [Trial(case=case) for case in CASES]
+    run(_check, trials, nodes=2, ranks_per_node=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(1, 4), (2, 1), (2, 2)])
+def test_other_strategies(nodes: int, ranks_per_node: int) -> None:
+    names = ["zero3", "zero2", "fcdp+w8+g4"] if nodes > 1 else ["zero3", "fcdp"]
+    trials = [
+        Trial(case=case, strategy=name, is_checkpointed=is_checkpointed)
+        for case, is_checkpointed in zip(CASES, (True, False), strict=True)
+        for name in names
+    ]
+    run(_check, trials, nodes=nodes, ranks_per_node=ranks_per_node)
+
+
+@pytest.mark.slow
+def test_layers_that_share_a_trace() -> None:
+    run(_check_shared, nodes=2, ranks_per_node=2)
+
+
+def _check_shared(mesh: DeviceMesh) -> None:
+    _check(mesh, [Trial(case=case) for case in CASES], layers="shared")
