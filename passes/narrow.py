@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_map_only
 
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.graph.views import is_cast, is_view
+from fcdp_compile.torch_compat import tree_map_only
 
 _NARROW = (torch.bfloat16, torch.float16)
 

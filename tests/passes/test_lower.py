@@ -271,7 +271,8 @@ def test_gathers_cast_to_the_dtype_that_travels() -> None:
     made = lower_toy({"w": (4, 4), "b": (3,)}, WHERE, gathers=torch.bfloat16, reduces=torch.float32)
     for op, dtype in [
         (ops.inter_all_gather, torch.bfloat16),
-        (ops.intra_reduce_scatter, torch.float32),
+        (ops.intra_reduce_scatter, torch.bfloat16),  # as computation made them; its sum is fp32
+        (ops.inter_reduce_scatter, torch.float32),
     ]:
         nodes = [n for gm in made.graphs.values() for n in calls(gm, op)]
         assert nodes
