@@ -57,7 +57,7 @@ class Peers:
         return 2
 
     def reduction(
-        self, kind: Kind, send: Pending, name: str, codec: None = None, sizes: None = None
+        self, kind: Kind, send: Pending, name: str, *, dtype: torch.dtype, codec: None, sizes: None
     ) -> Pending:
         assert kind is Kind.INTER_REDUCE_SCATTER
         return Pending(send.wait().view(2, -1)[NODE].clone())

@@ -50,12 +50,19 @@ class Collectives:
         return self._start(kind, lambda: out.view(2, -1).copy_(own), out, send, name)
 
     def reduction(
-        self, kind: Kind, send: Tensor | Pending, name: str, codec: None = None, sizes: None = None
+        self,
+        kind: Kind,
+        send: Tensor | Pending,
+        name: str,
+        *,
+        dtype: torch.dtype,
+        codec: None,
+        sizes: None,
     ) -> Pending:
         whole = tensor_of(send)
         half = whole.numel() // 2
         self._counters.add(kind, whole.nbytes // 2)
-        out = whole.new_full((half,), float("nan"))
+        out = whole.new_full((half,), float("nan"), dtype=dtype)
         return self._start(kind, lambda: out.copy_(whole[:half]), out, send, name)
 
     def tell(self, words: list[int], what: str) -> Telling:
