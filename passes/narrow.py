@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fcdp_compile.core.params.packing import is_narrow
 from fcdp_compile.ops import UNSHARD
 from fcdp_compile.passes.graph.views import is_cast, is_view
 from fcdp_compile.torch_compat import tree_map_only
-
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def narrow(gm: GraphModule, but: Collection[str] = ()) -> GraphModule:
@@ -41,7 +40,9 @@ def narrow(gm: GraphModule, but: Collection[str] = ()) -> GraphModule:
         dtypes = {cast.meta["val"].dtype for cast in casts}
         if len(dtypes) == 1 and all(map(_is_same_dtype, views[len(nodes) :])):
             (dtype,) = dtypes
-            if dtype in _NARROW and dtype.itemsize < nodes[0].meta["val"].dtype.itemsize:
+            home, wide = (n.meta["val"].dtype for n in (nodes[0].all_input_nodes[0], nodes[0]))
+            # What the gather rounds, the cast rounds again: one cast from the home dtype differs.
+            if is_narrow(dtype) and dtype.itemsize < wide.itemsize >= home.itemsize:
                 _gather_as(dtype, nodes, views, casts)
     gm.recompile()
     return gm

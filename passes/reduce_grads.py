@@ -92,16 +92,19 @@ def _reduce_bucket(graph: Graph, use: Use, members: list[Node], ctx: PassContext
 
 
 def _before_cast(grad: Node) -> Node:
-    """A gradient as it was before the graph cast it."""
+    """A gradient as it was before the graph cast it from bf16 or fp16 to a wider dtype."""
     cast = same_values(grad)
-    return cast.all_input_nodes[0] if is_cast(cast) else grad
+    if not is_cast(cast):
+        return grad
+    (before,) = cast.all_input_nodes
+    low, wide = before.meta["val"].dtype, cast.meta["val"].dtype
+    return before if is_narrow(low) and wide.itemsize > low.itemsize else grad
 
 
 def _crosses_as(sent: torch.dtype, grads: Sequence[Node], reduces: torch.dtype) -> bool:
-    """Whether gradients can cross in a lower dtype than the one that they are reduced in."""
-    if any(g.meta["val"].dtype is not sent for g in grads) or not is_narrow(sent):
-        return False
-    return torch.promote_types(sent, torch.float32) is reduces
+    """Whether gradients can cross in bf16 or fp16, and be reduced in fp32."""
+    is_one = all(g.meta["val"].dtype is sent for g in grads)
+    return is_one and is_narrow(sent) and reduces is torch.float32
 
 
 def _reduce_packed(

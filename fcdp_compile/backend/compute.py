@@ -73,9 +73,8 @@ class Compute:
     def _compile(self, gm: GraphModule) -> BoxedCallable:
         if not self.is_inductor:
             return boxed(gm)
-        own = clone(
-            gm
-        )  # Inductor changes the graph, and a plan of alike parameters compiles it again
+        # Inductor changes the graph, and a plan of alike parameters compiles it again.
+        own = clone(gm)
         inputs = [n.meta["val"] for n in own.graph.find_nodes(op="placeholder")]
         return compilers.compile_with_inductor(own, inputs, self._settings)
 

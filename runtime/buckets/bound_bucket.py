@@ -62,6 +62,7 @@ class BoundBucket:
         self.home = transport.topology.home(bucket.strategy.home)
         self._layouts = [p.layout for p in bucket.params]
         self.dtype: torch.dtype = getattr(torch, bucket.dtype)  # of gathers and of the copy
+        self._reduce_dtype: torch.dtype = getattr(torch, bucket.reduce_dtype)
         # Once, not in every step.
         self._sizes = bucket.sizes()
         self._names = {kind: range_name(kind, bucket) for kind in FETCHES | REDUCING}
@@ -240,7 +241,7 @@ class BoundBucket:
     def packed_grad(self, grad: Tensor) -> Tensor:
         """The full gradient of a bucket of one parameter as slots [G*S]."""
         bucket = self.bucket
-        flat = pack_grads([grad], self._layouts, getattr(torch, bucket.reduce_dtype))
+        flat = pack_grads([grad], self._layouts, self._reduce_dtype)
         is_whole = bucket.strategy.home is Scope.NONE
         return padded(flat, self._collectives.ranks_per_node) if is_whole else flat
 
@@ -256,8 +257,9 @@ class BoundBucket:
             params = tuple(p.name for p in self.bucket.params) if params is None else params
             codec, sizes = self.cache.codecs.of_gradients(params), self.bucket.sizes(params)
         name = self._names[kind]
-        dtype = getattr(torch, self.bucket.reduce_dtype)
-        return self._collectives.reduction(kind, grads, name, dtype=dtype, codec=codec, sizes=sizes)
+        return self._collectives.reduction(
+            kind, grads, name, dtype=self._reduce_dtype, codec=codec, sizes=sizes
+        )
 
     def reduced(
         self, kinds: Iterable[Kind], grads: Pending, params: tuple[str, ...] | None = None

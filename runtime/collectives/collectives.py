@@ -169,13 +169,13 @@ class Collectives:
         send: Tensor | Pending,
         name: str,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         codec: Codec | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Pending:
         """Start a reduce-scatter that averages over the group; sums are taken in fp32 or wider.
 
-        dtype: of the result; None: that of `send`.
+        dtype: of the result.
         codec: encodes what is sent, once; decoded values are summed (qgZ of ZeRO++, section 3.3).
         sizes: the elements of each node's rank, if they differ; then between nodes and without a codec.
         """
@@ -233,14 +233,14 @@ class Collectives:
         send: Tensor | Pending,
         name: str,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype,
         codec: Codec | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Pending:
         """Start one step of a reduction of gradients (`fcdp_compile.plan.reduction`).
 
-        dtype: of the result of a reduce-scatter; None: that of `send`.  codec: encodes the gradients of a
-        reduce-scatter.  sizes: of a reduce-scatter between nodes.
+        dtype: of the result of a reduce-scatter.  codec: encodes the gradients of a reduce-scatter.
+         sizes: of a reduce-scatter between nodes.
         """
         if kind is Kind.INTER_ALL_REDUCE:
             return self.all_reduce(kind, send, name)

@@ -20,7 +20,7 @@ from fcdp_compile.plan import Direction
 
 WHERE = Where()
 SPECS = make_specs({"w": (4, 8), "v": (4, 8)}, WHERE)
-BF16, FP16 = torch.bfloat16, torch.float16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 Use = Callable[[GraphBuilder, Node], Node]
 
@@ -81,6 +81,14 @@ def test_other_uses_keep_the_parameters_dtype(uses: list[Use]) -> None:
     assert str(narrow(gm).graph) == before
 
 
+def test_what_a_gather_rounds_is_still_rounded_twice() -> None:
+    specs = make_specs({"w": (4, 8)}, WHERE, home=torch.float64, gathers=torch.float32)
+    b = GraphBuilder(specs)
+    gm = b.finish(linear(b, b.unshard(b.shard("w"), "w")))
+    before = str(gm.graph)
+    assert str(narrow(gm).graph) == before
+
+
 def test_some_are_left_alone() -> None:
     gm = gathered(linear)
     before = str(gm.graph)
@@ -104,15 +112,20 @@ def test_graphs_share_a_bucket_only_in_one_dtype() -> None:
     assert bucket(keys, replace(wide, known=both, next_bucket=2)) == first
 
 
-def reduced(where: Where, *casts: bool) -> tuple[list[torch.dtype], list[int], GraphModule]:
-    """The results' dtypes and the sent bytes of a reduction of one bucket, and its graph."""
+def reduced(
+    where: Where, *casts: torch.dtype | None
+) -> tuple[list[torch.dtype], list[int], GraphModule]:
+    """The results' dtypes and the sent bytes of a reduction of one bucket, and its graph.
+
+    casts: the dtype that each gradient is cast to from bf16; None: it is fp32.
+    """
     specs = make_specs({"w": (4, 8), "v": (4, 8)}, where)
     b = GraphBuilder(specs)
     shards = {name: b.shard(name) for name in ("w", "v")}
     grads = []
-    for name, is_cast in zip(shards, casts, strict=True):
-        grad = b.input(f"grad_{name}", (4, 8), BF16 if is_cast else torch.float32)
-        grad = cast(b, grad, torch.float32) if is_cast else grad
+    for name, to in zip(shards, casts, strict=True):
+        grad = b.input(f"grad_{name}", (4, 8), BF16 if to else FP32)
+        grad = cast(b, grad, to) if to else grad
         grads.append(b.reduce_grad(b.call(aten.view.default, grad, [4, 8]), name))
     gm = b.finish(*grads)
     ctx = replace(make_context(specs, where), direction=Direction.BACKWARD)
@@ -128,7 +141,7 @@ def reduced(where: Where, *casts: bool) -> tuple[list[torch.dtype], list[int], G
 
 
 def test_gradients_cross_a_node_as_compute_made_them() -> None:
-    dtypes, sent_bytes, gm = reduced(WHERE, True, True)
+    dtypes, sent_bytes, gm = reduced(WHERE, FP32, FP32)
     assert dtypes == [torch.float32] * 2, "sums are exact to fp32"
     assert sent_bytes == [64 * 2 // 2, 64 * 4 // 4]
     (step,) = calls(gm, ops.intra_reduce_scatter)
@@ -140,14 +153,20 @@ def test_gradients_cross_a_node_as_compute_made_them() -> None:
 @pytest.mark.parametrize(
     ("where", "casts", "sent_bytes"),
     [
-        (WHERE, (True, False), [64 * 4 // 2, 64 * 4 // 4]),
-        (Where(ranks_per_node=1), (True, True), [64 * 4 // 2]),
+        (WHERE, (FP32, None), [64 * 4 // 2, 64 * 4 // 4]),
+        (Where(ranks_per_node=1), (FP32, FP32), [64 * 4 // 2]),
     ],
     ids=["one is fp32", "no other rank on the node"],
 )
 def test_other_gradients_cross_in_the_reduce_dtype(
-    where: Where, casts: tuple[bool, bool], sent_bytes: list[int]
+    where: Where, casts: tuple[torch.dtype | None, ...], sent_bytes: list[int]
 ) -> None:
     dtypes, found, _ = reduced(where, *casts)
     assert found == sent_bytes
     assert set(dtypes) == {torch.float32}
+
+
+def test_a_cast_that_rounds_comes_before() -> None:
+    _, _, gm = reduced(WHERE, FP16, FP16)
+    (step,) = calls(gm, ops.intra_reduce_scatter)
+    assert step.all_input_nodes[0].meta["val"].dtype is FP16

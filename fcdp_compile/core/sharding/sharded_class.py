@@ -290,9 +290,9 @@ def _fcdp_is_apart(module: nn.Module) -> bool:
 # Constant for Dynamo, too.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch's has no types
 def _fcdp_is_beside(module: nn.Module) -> bool:
-    """Whether the frame that Dynamo traces will reach layers that stand by themselves.
+    """Whether Dynamo traces a frame of a stack's forward, which is left to Python at its first layer.
 
-    To leave it to Python before Dynamo has traced all that comes before them saves most of its time.
+    Left to Python here, the frame is not traced up to that layer.
     """
     gate = _state(module).gate
     is_within = gate.stack is not None and any(m is module for m in gate.stack.children())
