@@ -33,12 +33,9 @@ def narrow(gm: GraphModule, but: Collection[str] = ()) -> GraphModule:
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         reads.setdefault(str(node.args[1]), []).append(node)
     for nodes in [nodes for key, nodes in reads.items() if key not in but]:
-        views, casts = [*nodes], []  # type: list[Node], list[Node]
-        for node in views:  # grows
-            casts += [user for user in node.users if is_cast(user)]
-            views += [user for user in node.users if not is_cast(user)]
+        views, casts = _views_and_casts(nodes)
         dtypes = {cast.meta["val"].dtype for cast in casts}
-        if len(dtypes) == 1 and all(map(_is_same_dtype, views[len(nodes) :])):
+        if len(dtypes) == 1:
             (dtype,) = dtypes
             home, wide = (n.meta["val"].dtype for n in (nodes[0].all_input_nodes[0], nodes[0]))
             # What the gather rounds, the cast rounds again: one cast from the home dtype differs.
@@ -48,10 +45,25 @@ def narrow(gm: GraphModule, but: Collection[str] = ()) -> GraphModule:
     return gm
 
 
+def _views_and_casts(reads: list[Node]) -> tuple[list[Node], list[Node]]:
+    """The reads and all views of them, and the casts of these; no casts if there is any other use."""
+    views, casts = [*reads], []  # type: list[Node], list[Node]
+    for node in views:  # grows; a view views one node, so none comes twice
+        for user in node.users:
+            if is_cast(user):
+                casts.append(user)
+            elif _is_same_dtype(user):
+                views.append(user)
+            else:
+                return views, []
+    return views, casts
+
+
 def _is_same_dtype(node: Node) -> bool:
-    """Whether a node is a view with the dtype of what it views."""
+    """Whether a node is a view of its one input, with the same dtype."""
     return (
         node.op == "call_function"
+        and len(node.all_input_nodes) == 1
         and is_view(node)
         and node.target is not torch.ops.aten.view.dtype
     )

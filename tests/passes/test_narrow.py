@@ -61,10 +61,18 @@ def test_casts_move_before_the_gather(uses: list[Use]) -> None:
             assert node.meta["val"].stride() == (1, 8)
 
 
+def many_paths(b: GraphBuilder, w: Node) -> Node:
+    """Residual connections: 2^64 paths from a parameter to the output."""
+    for _ in range(64):
+        w = b.call(aten.add.Tensor, w, b.call(aten.mul.Tensor, w, 0.5))
+    return cast(b, w, BF16)
+
+
 @pytest.mark.parametrize(
     "uses",
     [
         [both],
+        [many_paths],
         [lambda b, w: w],
         [linear, lambda b, w: b.call(aten.neg.default, w)],
         [linear, lambda b, w: b.call(aten.neg.default, cast(b, w, FP16))],
