@@ -17,7 +17,7 @@ from fcdp_compile.passes.graph.inline import fake_flat, inline
 from fcdp_compile.passes.graph.views import copy_returned, same_values
 from fcdp_compile.plan import Bucket, Tier
 from fcdp_compile.strategy import Algorithm
-from fcdp_compile.strategy.formats import Format
+from fcdp_compile.strategy.formats import DIFFERENCE_SCRATCH_BYTES, Format
 
 
 def gather_params(
@@ -77,8 +77,13 @@ def _start(
         sent = (bucket.nodes - 1) * bucket.wire_bytes
         sizes = bucket.sizes()
         scratch = 0 if sizes is None else bucket.nodes * sizes[ctx.node] * bucket.itemsize
-        if bucket.wire is not Format.FULL:
+        if not bucket.wire.is_exact:
             scratch = (bucket.nodes + 1) * bucket.wire_bytes + bucket.node_bytes
+        elif (
+            bucket.wire is Format.DELTA
+        ):  # the reference, what is sent and received, and a slot's numbers
+            scratch = bucket.node_bytes + (bucket.nodes + 1) * bucket.wire_bytes
+            scratch += DIFFERENCE_SCRATCH_BYTES * bucket.slot_elements
         slots = bucket.slots_per_node_shard
         buffer = steps.add(ops.inter_all_gather, [home], slots, sent, scratch_bytes=scratch)
     is_overlapped = crosses and bucket.algorithm is Algorithm.HO_RING
@@ -128,7 +133,7 @@ class _Steps:
 
     def add_own(self, home: Node) -> Node:
         bucket, ranks = self.bucket, self.bucket.ranks_per_node
-        is_encoded = bucket.wire is not Format.FULL
+        is_encoded = not bucket.wire.is_exact
         scratch = bucket.wire_bytes + bucket.slot_bytes if is_encoded else 0
         op = ops.intra_own_all_gather
         return self.add(op, [home], ranks, self._own_bytes, scratch_bytes=scratch)

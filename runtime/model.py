@@ -16,6 +16,7 @@ from fcdp_compile.plan import Plan
 from fcdp_compile.plan.whole_step import of_one_step, whole_step
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
+from fcdp_compile.runtime.buckets.references import References
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.buckets.validity import Validity
 from fcdp_compile.runtime.cache.host_budget import HostMemory
@@ -66,7 +67,10 @@ class ShardedModel:
         weakref.finalize(self, self.host_memory.end)
         generations = Generations(self.records)
         self.buckets = ModelBuckets(self.records, generations, self.transport)
-        self.validity = Validity(self.records, self.unset, generations, self.collectives)
+        self.references = References(self.buckets, generations, self.collectives)
+        self.validity = Validity(
+            self.records, self.unset, generations, self.collectives, self.references
+        )
         self.accumulation = Accumulation(self.records.by_name, self.transport)
         self.outside = OutsideReads(
             self.records, self.buckets, self.validity, self.host_memory, self.accumulation

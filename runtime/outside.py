@@ -30,7 +30,6 @@ from fcdp_compile.runtime.collectives.counters import Counters
 from fcdp_compile.runtime.lanes.tasks import Pending
 from fcdp_compile.runtime.optimizers.gradients import Accumulation
 from fcdp_compile.runtime.parameters.record import Records
-from fcdp_compile.strategy.formats import Format
 from fcdp_compile.torch_compat.autograd import backward_number
 
 log = logging.getLogger(__name__)
@@ -237,7 +236,7 @@ class OutsideReads:
         dtype = self._records[key].spec.gather_dtype
         own = [self._own[key]] if key in self._own else []
         for bucket in (*self._buckets.of(key), *own):
-            is_exact = bucket.bucket.wire is Format.FULL and bucket.dtype is dtype
+            is_exact = bucket.bucket.wire.is_exact and bucket.dtype is dtype
             if is_exact and bucket.cache.generation is not None and _keeps_copies(bucket):
                 return bucket
         return None

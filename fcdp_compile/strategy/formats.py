@@ -13,6 +13,11 @@ each value is the nearest level times the scale.  Levels are whole numbers, or t
     nf4    16 quantiles of a normal   blocks of 64 values    scales in bf16: exact, if the values are bf16
            distribution, -1 to 1
 
+[Note: differences]
+`DELTA` sends weights of 16 bits as exact differences from the copy that every rank has kept since the last
+gather, and all of their bits without such a copy (`runtime.collectives.difference`).  How many bytes this
+takes depends on the values; plans count what the values themselves take, which is the most.
+
 Sources: ZeRO++ (Wang et al., 2023), sections 3.1 (block-based quantisation of weights) and 3.3 (gradients);
 QLoRA (Dettmers et al., 2023), section 3 and appendix E (NF4).
 """
@@ -26,12 +31,22 @@ from fractions import Fraction
 
 
 class Format(Enum):
-    """The format in which values are sent; full: unchanged."""
+    """The format in which values are sent; full: unchanged, delta: [Note: differences]."""
 
     FULL = "full"
+    DELTA = "delta"
     INT8 = "int8"
     INT4 = "int4"
     NF4 = "nf4"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether values arrive with all of their bits."""
+        return self in (Format.FULL, Format.DELTA)
+
+
+DIFFERENCE_SCRATCH_BYTES = 12
+"""Bytes of memory for each value that taking a difference needs: three int32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +92,9 @@ def blocks_of(slots: Sequence[int], wire: Format) -> list[int]:
 
 
 def row_bytes(slots: Sequence[int], wire: Format, itemsize: int) -> int:
-    """Bytes of one row; slots: elements of each parameter.  itemsize: of the values before encoding."""
+    """Bytes of one row, at most; slots: elements of each parameter.  itemsize: of values before encoding."""
     elements = sum(slots)
-    if wire is Format.FULL:
+    if wire.is_exact:
         return elements * itemsize
     coding = CODINGS[wire]
     scales = sum(-(-slot // coding.block) for slot in slots)

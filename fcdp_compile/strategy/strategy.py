@@ -19,7 +19,7 @@ from fcdp_compile.strategy.formats import Format
 
 _PLAIN = (Format.FULL, Format.FULL, Algorithm.HIERARCHICAL)
 _FORMATS = {
-    "weight_format": (Format.INT8,),
+    "weight_format": (Format.INT8, Format.DELTA),
     "gradient_format": (Format.INT8, Format.INT4),
     "host_format": (Format.INT8,),
     "frozen_format": (Format.NF4, Format.INT8),
@@ -36,7 +36,8 @@ class Strategy:
     cache, life: where a gathered node shard waits, and until when.
     gradient: scope at which gradients accumulate between micro-batches (`fcdp_compile.no_sync`).
     gradient_on: where these gradients wait.
-    weight_format, gradient_format: formats of weights and gradients between nodes, if they are smaller.
+    weight_format, gradient_format: formats of weights and gradients between nodes, if they are smaller;
+    a delta is for trainable weights.
     host_format: the format of node shards in host memory.
     frozen_format: the format of frozen weights in both places, if it is another one.
     algorithm: of gathers between nodes.
@@ -119,6 +120,11 @@ class Strategy:
                     f"strategy {self.name!r} has {name} {asked.value}, which is not for these values; use "
                     f"{' or '.join(f.value for f in _FORMATS[name])}"
                 )
+        if self.weight_format is Format.DELTA and not self.is_resident:
+            raise ArgumentError(
+                f"strategy {self.name!r} keeps no weights until they change, so there is nothing that a "
+                "difference could be taken from; use a strategy that keeps them, such as 'fcdp+delta'"
+            )
         if self.host_format is self.frozen_format is Format.FULL:
             return
         if not self.keeps_on_host:
@@ -126,7 +132,7 @@ class Strategy:
                 f"strategy {self.name!r} keeps no node shards on the host, so no format for them can be "
                 "chosen; leave 'c8' and 'c4' out, or use 'fcdp'"
             )
-        if self.host_format is not Format.FULL and self.weight_format is Format.FULL:
+        if self.host_format is not Format.FULL and self.weight_format.is_exact:
             # A backward would compute with other weights than its forward.
             raise ArgumentError(
                 f"strategy {self.name!r} keeps weights on the host in format {self.host_format.value}, but "
@@ -192,6 +198,8 @@ class Strategy:
         """The formats of weights between nodes and on the host."""
         if is_frozen and self.frozen_format is not Format.FULL:
             return self.frozen_format, self.frozen_format
+        if is_frozen and self.weight_format is Format.DELTA:  # they do not change
+            return Format.FULL, self.host_format
         return self.weight_format, self.host_format
 
     def with_exact_weights(self) -> Strategy:
@@ -354,6 +362,7 @@ def aliases_of(strategy: Strategy) -> list[str]:
 
 MODIFIERS: dict[str, dict[str, Format | Algorithm | bool]] = {
     "w8": {"weight_format": Format.INT8},
+    "delta": {"weight_format": Format.DELTA},
     "g8": {"gradient_format": Format.INT8},
     "g4": {"gradient_format": Format.INT4},
     "c8": {"weight_format": Format.INT8, "host_format": Format.INT8},
@@ -362,7 +371,9 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm | bool]] = {
     "matrix": {"whole_matrices": True},
     "offload": {"offloads": True},
 }
-"""The modifiers of a preset's name; w8 is ZeRO++'s qwZ, g8 and g4 are its qgZ, c4 is QLoRA's code book."""
+"""The modifiers of a preset's name; w8 is ZeRO++'s qwZ, g8 and g4 are its qgZ, c4 is QLoRA's code book.
+
+delta: trainable weights of 16 bits are sent as exact differences (`formats` [Note: differences])."""
 
 
 def _modified(preset: Strategy, modifiers: list[str], name: str) -> Strategy:

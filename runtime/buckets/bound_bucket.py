@@ -104,6 +104,14 @@ class BoundBucket:
             shards = [r.local() for r in self.records]
         return pack_home(shards, self._layouts, self.dtype, self._collectives.node)
 
+    def packed_now(self) -> Tensor:
+        """The home buffer [S] on the device; released shards stay released."""
+        return self.packed(self._shards_now())
+
+    def _shards_now(self) -> list[Tensor]:
+        transfers = self._transport.home_transfers
+        return [transfers.shard_to_device(r.spec, r.peek()) for r in self.records]
+
     def gather(self, kind: Kind, *parts: Tensor | Pending) -> Pending:
         """Start one step of a gather; `parts` are the inputs of the op of this kind (`fcdp_compile.ops`)."""
         start, name = self._collectives, self._names[kind]
@@ -117,6 +125,9 @@ class BoundBucket:
         if kind is Kind.INTRA_OWN_ALL_GATHER:
             return start.own_all_gather(kind, part, name, codec=codec)
         assert kind is Kind.INTER_ALL_GATHER, kind
+        if (agreed := self.cache.reference(self.home)) is not None:
+            code, before = agreed
+            return start.difference_all_gather(kind, part, before, code, name)
         return start.all_gather(kind, part, name, codec=codec, sizes=self._sizes)
 
     def gathered(self, home: Tensor) -> list[Tensor]:
@@ -170,8 +181,7 @@ class BoundBucket:
 
         Frozen home shards that the copy of a planned bucket contains leave the device.
         """
-        transfers = self._transport.home_transfers
-        shards = [transfers.shard_to_device(r.spec, r.peek()) for r in self.records]
+        shards = self._shards_now()
         home = self.packed(shards)
         if self.bucket.frozen and any(home.data_ptr() == s.data_ptr() for s in shards):
             # A group's own thread holds the tensor that it sent until a little after the gather, and a shard

@@ -26,6 +26,7 @@ from fcdp_compile.core.params.spec import Home
 from fcdp_compile.errors import StaleParameterError
 from fcdp_compile.plan import Bucket, Kind, Tier
 from fcdp_compile.runtime.buckets.transport import Transport
+from fcdp_compile.runtime.collectives.difference import Code
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.lanes import range_name, tensor_of
 from fcdp_compile.runtime.lanes.tasks import Pending
@@ -58,7 +59,8 @@ any rank refuses.  Other places stay."""
 class _Copy:
     """The copy of one bucket that the cache keeps.
 
-    kept: the node shard, or the whole bucket.  tier: which of the two is kept, and where.
+    kept: the node shard, or the whole bucket.  tier: which of the two is kept, and where.  number: of the
+    stored node shard, counted from 1: equal numbers are equal bits on the ranks that gathered it together.
     uses: how many backwards still need the copy, if its life ends with the backward.
     codec: decodes the copy in host memory, which holds one encoded row for each node; None if the copy is not
     encoded.
@@ -68,7 +70,17 @@ class _Copy:
     generation: int
     uses: int
     tier: Tier
+    number: int
     codec: Codec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What the ranks of a group have agreed on: the code, the generation that fits, the copy's number."""
+
+    code: Code
+    generation: int
+    number: int
 
 
 class BucketCache:
@@ -84,6 +96,8 @@ class BucketCache:
         self._place = _Where.PLANNED
         self._copy: _Copy | None = None
         self._slab: Tensor | None = None  # host memory for its copies, also while it has none
+        self._stored = 0  # how many node shards were
+        self._agreed: _Agreed | None = None  # how the next gather between nodes sends differences
 
     def _becomes(self, change: Mapping[_Where, _Where]) -> None:
         self._place = change.get(self._place, self._place)
@@ -113,7 +127,7 @@ class BucketCache:
         assert node_shard is not None, "the whole bucket has it"
         if (now := self._tier_now(tier)) is Tier.GPU:
             node_shard = node_shard.clone()  # a view would keep the whole bucket
-        self._keep(now, node_shard, copy.generation, copy.uses).wait()
+        self._keep(now, node_shard, copy.generation, copy.uses, copy.number).wait()
 
     def keep_full(self, full: Pending, generation: int) -> None:
         """Keep the whole bucket [G*S] in place of the node shard that it was gathered from, if agreed."""
@@ -122,7 +136,7 @@ class BucketCache:
             return
         self._free_slab()
         kept = Pending(full.tensor, done=full.done)
-        self._copy = _Copy(kept, generation, copy.uses, Tier.GPU_FULL)
+        self._copy = _Copy(kept, generation, copy.uses, Tier.GPU_FULL, copy.number)
 
     # --- copies -------------------------------------------------------------------------------------------
 
@@ -165,16 +179,17 @@ class BucketCache:
         self._becomes(_SHORT)
         if self._place is _Where.FALLEN:
             shard = Pending(copy.kept.tensor, done=copy.kept.done)
-            self._keep(Tier.HOST, shard, copy.generation, copy.uses)
+            self._keep(Tier.HOST, shard, copy.generation, copy.uses, copy.number)
 
     def store(self, tier: Tier, node_shard: Tensor | Pending, generation: int) -> Pending:
         """Keep a node shard [N*S] of this generation, in the tier if there is room."""
         copy = self._copy
         uses = 1 + (copy.uses if copy is not None and copy.generation == generation else 0)
-        return self._keep(self._tier_now(tier), node_shard, generation, uses)
+        self._stored += 1
+        return self._keep(self._tier_now(tier), node_shard, generation, uses, self._stored)
 
     def _keep(
-        self, tier: Tier, node_shard: Tensor | Pending, generation: int, uses: int
+        self, tier: Tier, node_shard: Tensor | Pending, generation: int, uses: int, number: int
     ) -> Pending:
         """Replace the copy by the node shard, on the host or on the device."""
         counters = self._transport.counters
@@ -182,11 +197,11 @@ class BucketCache:
             done = node_shard.done if isinstance(node_shard, Pending) else None
             self._free_slab()
             kept = Pending(tensor_of(node_shard), done=done)
-            self._copy = _Copy(kept, generation, uses, Tier.GPU)
+            self._copy = _Copy(kept, generation, uses, Tier.GPU, number)
             counters.add(Kind.STORE, 0)
             return Pending(kept.tensor, done=done)
         encoded = node_shard.encoded if isinstance(node_shard, Pending) else None
-        is_encoded = self._bucket.host_format is not Format.FULL and encoded is not None
+        is_encoded = not self._bucket.host_format.is_exact and encoded is not None
         source = encoded if encoded is not None and is_encoded else tensor_of(node_shard)
         slab = self._slab_like(source)
         counters.add(Kind.STORE, source.nbytes)
@@ -199,7 +214,7 @@ class BucketCache:
         )
         codec = self.codecs.of_weights if is_encoded else None
         kept = Pending(slab, done=stored.done)
-        self._copy = _Copy(kept, generation, uses, Tier.HOST, codec)
+        self._copy = _Copy(kept, generation, uses, Tier.HOST, number, codec)
         return stored
 
     def _slab_like(self, like: Tensor) -> Tensor:
@@ -228,18 +243,20 @@ class BucketCache:
         is_full = copy.tier is Tier.GPU_FULL
         return Pending(copy.kept.tensor, done=copy.kept.done, is_full=is_full)
 
-    def _from_host(self, copy: _Copy) -> Pending:
+    def _from_host(self, copy: _Copy, part: tuple[int, int] | None = None) -> Pending:
+        """Start to load a copy; part: from where, and how many elements, if not the whole copy."""
         kept, codec, lanes = copy.kept, copy.codec, self._transport.lanes
-        self._transport.counters.add(Kind.LOAD, kept.tensor.nbytes)
+        source = kept.tensor if part is None else kept.tensor.narrow(0, *part)
+        self._transport.counters.add(Kind.LOAD, source.nbytes)
         with torch.inference_mode(False):
-            arrived = on_device = torch.empty_like(kept.tensor, device=lanes.device.torch)
+            arrived = on_device = torch.empty_like(source, device=lanes.device.torch)
             if codec is not None:
-                elements = kept.tensor.nbytes // codec.bytes * codec.elements
+                elements = source.nbytes // codec.bytes * codec.elements
                 dtype = getattr(torch, self._bucket.dtype)
                 on_device = torch.empty(elements, dtype=dtype, device=arrived.device)
 
         def run() -> None:
-            arrived.copy_(kept.tensor, non_blocking=True)
+            arrived.copy_(source, non_blocking=True)
             if codec is not None:
                 rows = codec.decode(arrived.view(-1, codec.bytes), on_device.dtype)
                 on_device.view(rows.shape).copy_(rows)
@@ -260,14 +277,69 @@ class BucketCache:
             copy.kept.done.order()
             if copy.tier is Tier.HOST:
                 self._transport.lanes.device.synchronize()  # the reader is the Python thread, not a stream
+        return self._mine(copy, home).tensor
+
+    # --- differences: `references` ------------------------------------------------------------------------
+
+    @property
+    def number(self) -> int:
+        """The number of the stored node shard that the copy is; 0 without a copy."""
+        return 0 if self._copy is None else self._copy.number
+
+    def count_from(self, number: int) -> None:
+        """Let the next node shard that is stored have a higher number than this."""
+        self._stored = max(self._stored, number)
+
+    def own_slot(self, home: Home) -> Pending:
+        """This rank's slot [S] of the copy, which exists, on the device; outdated or not."""
+        copy = self._copy
+        assert copy is not None, "asked of a bucket with a copy"
+        if copy.tier is Tier.HOST:
+            size = copy.kept.tensor.numel() // home.nodes
+            return self._from_host(copy, (home.node * size, size))
+        node_shard = self._mine(copy, home)
+        return Pending(node_shard.tensor.view(home.nodes, -1)[home.node], done=node_shard.done)
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether it ever had a copy."""
+        return self._stored > 0
+
+    def send_differences(self, code: Code | None, generation: int) -> None:
+        """Let the next gather between nodes send differences from the copy as it is now, in this code.
+
+        code: None if values are to be sent.  generation: of the values that the code has room for.
+        """
+        self._agreed = None if code is None else _Agreed(code, generation, self.number)
+
+    @property
+    def agreed_generation(self) -> int | None:
+        """The generation that the next gather must send; None if it may send any."""
+        return None if self._agreed is None else self._agreed.generation
+
+    def reference(self, home: Home) -> tuple[Code, Pending] | None:
+        """The code of the gather that is about to start, and the copy [N*S] on the device.
+
+        None: values are sent.  Only one gather gets the code.
+        """
+        agreed, self._agreed = self._agreed, None
+        copy = self._copy
+        if agreed is None or copy is None or copy.number != agreed.number:
+            return None
+        is_on_host = copy.tier is Tier.HOST
+        return agreed.code, self._from_host(copy) if is_on_host else self._mine(copy, home)
+
+    @staticmethod
+    def _mine(copy: _Copy, home: Home) -> Pending:
+        """The node shard where it is kept."""
         kept = copy.kept.tensor
-        return (
-            kept.view(home.ranks_per_node, -1)[home.place] if copy.tier is Tier.GPU_FULL else kept
-        )
+        is_full = copy.tier is Tier.GPU_FULL
+        mine = kept.view(home.ranks_per_node, -1)[home.place] if is_full else kept
+        return Pending(mine, done=copy.kept.done)
 
     def drop(self) -> None:
         """Give the copy back, if there is one; the next copy is where it is planned."""
-        self._place, self._copy = _Where.PLANNED, None
+        self._place, self._copy, self._agreed = _Where.PLANNED, None, None
         self._free_slab()
 
     def _free_slab(self) -> None:
@@ -309,4 +381,4 @@ class Codecs:
 
     def _made(self, wire: Format, params: Collection[str]) -> Codec | None:
         slots = [p.layout.slot_elements for p in self._bucket.params if p.name in params]
-        return None if wire is Format.FULL else Codec(wire, slots)
+        return None if wire.is_exact else Codec(wire, slots)

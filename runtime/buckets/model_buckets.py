@@ -13,6 +13,7 @@ from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.bucket_cache import BucketCache
 from fcdp_compile.runtime.buckets.transport import Transport
 from fcdp_compile.runtime.parameters.record import Generations, Records
+from fcdp_compile.strategy.formats import Format
 
 
 class ModelBuckets:
@@ -76,6 +77,15 @@ class ModelBuckets:
             for other in self._planned.get(key, {}).values():
                 if other.bucket.frozen != bucket.bucket.frozen:
                     other.give_up()
+
+    def differing(self) -> list[BoundBucket]:
+        """The buckets of which differences may be sent: all ranks have stored copies of them."""
+        latest = {i: b for bound in self._planned.values() for i, b in bound.items()}
+        return [
+            latest[i]
+            for i, cache in sorted(self._caches.items())
+            if latest[i].bucket.wire is Format.DELTA and cache.has_stored
+        ]
 
     def caches(self) -> list[BucketCache]:
         """The caches of all buckets."""

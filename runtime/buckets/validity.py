@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +21,12 @@ from fcdp_compile.core.params.home_shard import HomeShard
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.seals import Seal, fingerprints, seal
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.references import References
 from fcdp_compile.runtime.collectives.agreement import About, any_rank
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.parameters.record import Generations, Records
 from fcdp_compile.runtime.parameters.unset import Unset
+from fcdp_compile.runtime.reads import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,18 +36,20 @@ class Verdict:
     stale: for each bucket by id, whether its copy is missing or outdated.  refused: for each bucket that may
     be kept whole, whether it must not be.  is_given: whether the graph is given other values than the model's
     own.  is_outdated: whether transfers that started early may be of no use (`runtime.seams`).
+    are_open: whether ranks must agree on differences (`references`).
     """
 
     stale: Mapping[int, bool]
     refused: Mapping[int, bool]
     is_given: bool
     is_outdated: bool
+    are_open: bool
 
 
 class Validity:
     """Decides which gathered copies of a model are valid; every rank makes the same calls.
 
-    unset: parameters and buffers that have no values yet.
+    unset: parameters and buffers that have no values yet.  references: of differences.
     """
 
     def __init__(
@@ -55,11 +58,13 @@ class Validity:
         unset: Unset,
         generations: Generations,
         collectives: Collectives,
+        references: References,
     ) -> None:
         self._records = records
         self._unset = unset
         self.generations = generations
         self._collectives = collectives
+        self._references = references
         self._seals = Seals()
 
     # --- before a graph runs ------------------------------------------------------------------------------
@@ -83,22 +88,30 @@ class Validity:
         """
         self._unset.refuse("a forward")
         self.notice([*buckets, *early])
-        seen = _seen(buckets, is_given=is_given, is_outdated=is_outdated())
+        seen = _seen(
+            buckets,
+            is_given=is_given,
+            is_outdated=is_outdated(),
+            are_open=self._references.are_open,
+        )
         agreed = self.agree(seen, about)
         self.apply(buckets, seen, agreed)
+        if agreed.are_open:
+            self._references.agree()
         return agreed
 
     def agree(self, seen: Verdict, about: About) -> Verdict:
         """The findings of any rank; changes nothing."""
-        own = [seen.is_given, seen.is_outdated]
+        own = [seen.is_given, seen.is_outdated, seen.are_open]
         flags = [*seen.stale.values(), *seen.refused.values(), *own]
-        *found, is_given, is_outdated = any_rank(self._collectives, about, flags)
+        *found, is_given, is_outdated, are_open = any_rank(self._collectives, about, flags)
         count = len(seen.stale)
         return Verdict(
             stale=dict(zip(seen.stale, found[:count], strict=True)),
             refused=dict(zip(seen.refused, found[count:], strict=True)),
             is_given=is_given,
             is_outdated=is_outdated,
+            are_open=are_open,
         )
 
     def apply(self, buckets: Sequence[BoundBucket], seen: Verdict, agreed: Verdict) -> None:
@@ -136,7 +149,9 @@ class Validity:
         self.values_changed(keys)
 
 
-def _seen(buckets: Sequence[BoundBucket], *, is_given: bool, is_outdated: bool) -> Verdict:
+def _seen(
+    buckets: Sequence[BoundBucket], *, is_given: bool, is_outdated: bool, are_open: bool
+) -> Verdict:
     """This rank's findings on these buckets."""
     of = [b for b in buckets if b.bucket.strategy.may_keep_full and b.bucket.ranks_per_node > 1]
     return Verdict(
@@ -144,16 +159,8 @@ def _seen(buckets: Sequence[BoundBucket], *, is_given: bool, is_outdated: bool) 
         refused={b.id: not b.cache.wants_in_full(b.placement.tier) for b in of},
         is_given=is_given,
         is_outdated=is_outdated,
+        are_open=are_open,
     )
-
-
-def read(values: Tensor) -> list[Any]:
-    """The numbers in a tensor.  The Python thread waits for the device, which no ordinary step does.
-
-    Every read from a device within a step goes through this function.
-    """
-    found: list[Any] = values.tolist()
-    return found
 
 
 class Seals:

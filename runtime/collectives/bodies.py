@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fcdp_compile.core.params.packing import is_narrow, padded
 from fcdp_compile.runtime.collectives.channel import Channel, now_or_later
+from fcdp_compile.runtime.collectives.difference import Code
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.tasks import Begun
 
@@ -25,6 +26,30 @@ def gather_encoded(
     def decode() -> None:
         rows = codec.decode(encoded.view(-1, codec.bytes), out.dtype)
         out.view(rows.shape).copy_(rows)
+
+    return now_or_later(decode, left)
+
+
+def gather_differences(
+    out: Tensor,
+    encoded: Tensor,
+    send: Tensor,
+    before: Tensor,
+    code: Code,
+    node: int,
+    channel: Channel,
+) -> Begun | None:
+    """[n] of every rank -> [size*n]; differences from `before` [size*n] are sent, [bytes] of each rank.
+
+    node: of this rank, whose own part is not decoded.
+    """
+    old = before.view(channel.size, -1)
+    left = channel.all_gather(encoded, code.encode(send, old[node]))
+
+    def decode() -> None:
+        rows, codes = out.view(old.shape), encoded.view(channel.size, -1)
+        for i in range(channel.size):
+            rows[i] = send if i == node else code.decode(codes[i], old[i])
 
     return now_or_later(decode, left)
 

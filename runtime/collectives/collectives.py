@@ -23,6 +23,7 @@ from fcdp_compile.plan.kinds import INTER_KINDS
 from fcdp_compile.plan.reduction import all_reduce_bytes
 from fcdp_compile.runtime.collectives.bodies import (
     all_reduce,
+    gather_differences,
     gather_encoded,
     gather_own,
     gather_parts,
@@ -33,9 +34,13 @@ from fcdp_compile.runtime.collectives.bodies import (
 )
 from fcdp_compile.runtime.collectives.channel import Channel
 from fcdp_compile.runtime.collectives.counters import AGREE, EXCHANGE, Counters
+from fcdp_compile.runtime.collectives.difference import Code
 from fcdp_compile.runtime.collectives.quantize import Codec
 from fcdp_compile.runtime.lanes.lanes import Lanes, tensor_of
 from fcdp_compile.runtime.lanes.tasks import Pending, passed_on
+
+Combine = Callable[[Tensor, Tensor], Tensor]
+"""Makes one tensor of the words of two ranks; in any order, the same of all ranks."""
 
 
 class Collectives:
@@ -132,6 +137,23 @@ class Collectives:
         pending = self._start(kind, body, out, [send, encoded], name)
         pending.encoded = encoded
         return pending
+
+    def difference_all_gather(
+        self, kind: Kind, send: Tensor | Pending, before: Pending, code: Code, name: str
+    ) -> Pending:
+        """Start an all-gather between nodes of differences: the same result as `all_gather`.
+
+        before: an earlier result, with equal bits on all ranks.  code: the same on all ranks, with room for
+        the differences of each.
+        """
+        size = self.group_size(kind)
+        send = _contiguous(send)
+        own = tensor_of(send)
+        self.counters.add(kind, (size - 1) * code.bytes)
+        out = _empty(own, size * own.numel())
+        encoded = _empty(own, size * code.bytes, torch.uint8)
+        body = partial(gather_differences, out, encoded, own, before.tensor, code, self.node)
+        return self._start(kind, body, out, [send, encoded, before], name)
 
     def own_all_gather(
         self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None
@@ -273,15 +295,16 @@ class Collectives:
         rows: list[list[int]] = everyone.view(ranks, -1).tolist()
         return rows
 
-    def tell(self, words: list[int], what: str) -> Telling:
-        """Start to tell all ranks `words`, equally many on every rank; the result is the bitwise or of all.
+    def tell(self, words: list[int], what: str, of_all: Combine = torch.bitwise_or) -> Telling:
+        """Start to tell all ranks `words`, equally many on every rank.
 
         All ranks of the mesh must call it.  what: names the agreement, for the error if a rank does not join.
+        of_all: makes the result of two ranks' words, such as their bitwise or.
         """
         t = self._topology
         if t.ranks > 1:
             self.counters.add(AGREE, len(words) * torch.int64.itemsize)
-        return Telling(words, t.control, partial(self.during, what))
+        return Telling(words, t.control, partial(self.during, what), of_all)
 
     def exchange_texts(self, text: str, group: dist.ProcessGroup | None = None) -> list[str]:
         """Every rank's `text`, by rank in the group; for reports of disagreement.  group: as for `agree`."""
@@ -322,15 +345,21 @@ class Telling:
 
     All ranks of the group must make it, with equally many words, and call `finish` in the same place among
     the group's collectives.  doing: says what the words are for, for the error if a rank does not join.
+    of_all: makes the result of two ranks' words.
     """
 
     def __init__(
-        self, words: Sequence[int], group: dist.ProcessGroup | None, doing: Callable[[], str]
+        self,
+        words: Sequence[int],
+        group: dist.ProcessGroup | None,
+        doing: Callable[[], str],
+        of_all: Combine,
     ) -> None:
         # Not on the default device: a user may be building another model on meta.
         self._words = torch.tensor(words, dtype=torch.int64, device="cpu")
         self._group = group
         self._doing = doing
+        self._of_all = of_all
         self._everyone: list[torch.Tensor] | None = None
         self._gathering: dist.Work | None = None
         if group is None:  # a single rank
@@ -342,14 +371,14 @@ class Telling:
         )
 
     def finish(self) -> list[int]:
-        """The bitwise or of all ranks' words.
+        """The result of all ranks' words.
 
         Raises: LostRankError.
         """
         if self._group is not None and self._gathering is not None:
             finish(self._gathering, self._group, Wait(self._doing))
             if self._everyone is not None:
-                self._words = reduce(torch.bitwise_or, self._everyone)
+                self._words = reduce(self._of_all, self._everyone)
             broadcast_first(self._words, self._group, self._doing)
         found: list[int] = self._words.tolist()
         return found

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor
 from fcdp_compile.core.params.home_tensor import HomeTensor
 from fcdp_compile.core.params.seals import Seal, fingerprints, fingerprints_of_zeros, seal
 from fcdp_compile.errors import FcdpError
-from fcdp_compile.runtime.buckets.validity import read
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.parameters.record import ParamRecord
+from fcdp_compile.runtime.reads import read
 
 
 @dataclass(frozen=True, slots=True)

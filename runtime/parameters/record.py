@@ -232,6 +232,11 @@ class Generations:
         for key in keys:
             self._of[key] = self._clock
 
+    @property
+    def now(self) -> int:
+        """The latest generation of any parameter."""
+        return self._clock
+
     def of(self, keys: Iterable[str]) -> int:
         """The generation of a bucket of these parameters."""
         return max((self._of[key] for key in keys), default=0)

@@ -36,7 +36,7 @@ _OF_THE_HOST = {
 }
 """Functions that read only tensors that are always on the host."""
 
-_READ = ("validity.py", "read")
+_READ = ("reads.py", "read")
 
 _OURS = [Path(fcdp_compile.__file__).parent, Path(fcdp_compile.__file__).parent.parent / "runtime"]
 

@@ -20,6 +20,7 @@ import torch
 
 from fcdp_compile.core.params.inner_cut import InnerCut
 from fcdp_compile.core.params.layout import ParamLayout, choose_dim
+from fcdp_compile.core.params.packing import is_narrow
 from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.errors import ArgumentError
 from fcdp_compile.strategy import Algorithm, Scope, Strategy
@@ -175,7 +176,7 @@ def may_leave(spec: ParamSpec, *, is_frozen: bool) -> bool:
     """
     strategy, dtype = spec.strategy, spec.home_dtype
     sent, _ = strategy.formats(is_frozen=True)
-    is_exact = dtype == spec.gather_dtype and wire_format(sent, dtype) is Format.FULL
+    is_exact = dtype == spec.gather_dtype and wire_format(sent, dtype).is_exact
     is_here = spec.computes_on is None
     return is_frozen and is_here and is_exact and strategy.keeps_on_host and strategy.is_resident
 
@@ -190,10 +191,12 @@ def with_home(spec: ParamSpec, device: torch.device, *, is_frozen: bool) -> Para
 
 
 def wire_format(wanted: Format, dtype: torch.dtype) -> Format:
-    """The wanted format if it makes a whole block of the dtype smaller, else `FULL`.
+    """The wanted format if it makes values of the dtype smaller, else `FULL`.
 
     Only the dtype decides, so a parameter has the same values in its own bucket as in a shared bucket.
     """
     if wanted is Format.FULL or not dtype.is_floating_point:
         return Format.FULL
+    if wanted is Format.DELTA:
+        return wanted if is_narrow(dtype) else Format.FULL
     return wanted if CODINGS[wanted].value_bytes < dtype.itemsize else Format.FULL

@@ -1,0 +1,95 @@
+"""Let ranks agree on which copies differences can be taken from, and on their codes.
+
+[Note: references] A bucket whose format is `delta` is gathered between nodes as differences from the copy
+that the last gather left on every rank of the group.  Before the first forward after parameters have changed,
+all ranks agree for all such buckets on
+
+    the number of the copy       the same on every rank, else values are sent
+    the values in each stage     at least any rank's: messages have one size, and all fit (`difference`)
+
+This is the one time in a step that the Python thread waits for the device.  The agreement serves one gather
+of each bucket, whoever starts it: a graph, a refresh, or the program before (`seams`).  If parameters change
+before that, the rank where they do notices it at the check before the gather, and all ranks agree again.
+What started early is dropped then: it has the generation of the agreement, which is no longer the bucket's.
+
+After an error in a program all ranks send values: one rank's copies may lack what others have stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+
+from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
+from fcdp_compile.runtime.collectives.agreement import Question
+from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.collectives.difference import LIMITS, choose, counts
+from fcdp_compile.runtime.parameters.record import Generations
+from fcdp_compile.runtime.reads import read
+
+
+class References:
+    """The agreements on differences of one model's buckets."""
+
+    def __init__(
+        self, buckets: ModelBuckets, generations: Generations, collectives: Collectives
+    ) -> None:
+        self._buckets = buckets
+        self._generations = generations
+        self._collectives = collectives
+        self._agreed_at = 0  # the time of `generations`
+        self._has_failed = False
+
+    def fail(self) -> None:
+        """Note that a program failed, perhaps on this rank alone."""
+        self._has_failed = True
+
+    @property
+    def are_open(self) -> bool:
+        """Whether an agreement is due: parameters have changed since the last, or a program failed."""
+        changed = self._agreed_at != self._generations.now
+        return (changed or self._has_failed) and bool(self._buckets.differing())
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Agree on how each bucket is sent next; every rank must call it."""
+        self._agreed_at = self._generations.now
+        has_failed, self._has_failed = self._has_failed, False
+        buckets = self._buckets.differing()
+        for bucket in buckets:
+            bucket.cache.send_differences(None, bucket.generation)
+        digest = hashlib.sha256(repr([b.id for b in buckets]).encode()).hexdigest()[:16]
+        act, what = f"sends differences of buckets {digest}", "the agreement on differences"
+        found = Question(self._collectives, act, [has_failed], what).answer()
+        if not buckets or found is None or any(found):
+            return
+        numbers = [0 if not b.is_at_home else b.cache.number for b in buckets]
+        changed = _counts(buckets, numbers)
+        words = [
+            word
+            for number, count in zip(numbers, changed, strict=True)
+            for word in (number, -number, *count)
+        ]
+        told = self._collectives.tell(words, what, torch.maximum).finish()
+        size = len(words) // len(buckets)
+        for i, bucket in enumerate(buckets):
+            most, least, *count = told[i * size : (i + 1) * size]
+            bucket.cache.count_from(most)
+            if 0 < most == -least:
+                code = choose(bucket.bucket.slot_elements, count)
+                bucket.cache.send_differences(code, bucket.generation)
+
+
+def _counts(buckets: Sequence[BoundBucket], numbers: Sequence[int]) -> list[list[int]]:
+    """For each bucket with a number, the counts of this rank's values that differ from its copy."""
+    nothing = [0] * len(LIMITS)
+    found = {
+        i: counts(bucket.packed_now(), bucket.cache.own_slot(bucket.home).wait())
+        for i, (bucket, number) in enumerate(zip(buckets, numbers, strict=True))
+        if number and bucket.cache.generation != bucket.generation
+    }
+    rows = dict(zip(found, read(torch.stack(list(found.values()))) if found else [], strict=True))
+    return [rows.get(i, nothing) for i in range(len(buckets))]
