@@ -147,8 +147,8 @@ class Seams:
             pending = bucket.load(generation)
         elif kind is Kind.INTER_ALL_GATHER:
             self._validity.notice([bucket])
-            agreed = bucket.cache.agreed_generation
-            generation = bucket.generation if agreed is None else agreed
+            agreed = bucket.cache.agreed
+            generation = bucket.generation if agreed is None else agreed.generation
             pending = bucket.gather(kind, bucket.packed())
         else:
             sources = (Kind.LOAD, bucket.id), (Kind.INTER_ALL_GATHER, bucket.id)

@@ -39,8 +39,8 @@ from fcdp_compile.optimizers.states import (
     unhooked_step,
 )
 from fcdp_compile.plan import Kind
+from fcdp_compile.runtime.lanes.reads import read
 from fcdp_compile.runtime.lanes.tasks import Pending
-from fcdp_compile.runtime.reads import read
 
 
 class DeviceSteps:

@@ -104,14 +104,6 @@ class BoundBucket:
             shards = [r.local() for r in self.records]
         return pack_home(shards, self._layouts, self.dtype, self._collectives.node)
 
-    def packed_now(self) -> Tensor:
-        """The home buffer [S] on the device; released shards stay released."""
-        return self.packed(self._shards_now())
-
-    def _shards_now(self) -> list[Tensor]:
-        transfers = self._transport.home_transfers
-        return [transfers.shard_to_device(r.spec, r.peek()) for r in self.records]
-
     def gather(self, kind: Kind, *parts: Tensor | Pending) -> Pending:
         """Start one step of a gather; `parts` are the inputs of the op of this kind (`fcdp_compile.ops`)."""
         start, name = self._collectives, self._names[kind]
@@ -181,7 +173,8 @@ class BoundBucket:
 
         Frozen home shards that the copy of a planned bucket contains leave the device.
         """
-        shards = self._shards_now()
+        transfers = self._transport.home_transfers
+        shards = [transfers.shard_to_device(r.spec, r.peek()) for r in self.records]
         home = self.packed(shards)
         if self.bucket.frozen and any(home.data_ptr() == s.data_ptr() for s in shards):
             # A group's own thread holds the tensor that it sent until a little after the gather, and a shard

@@ -75,8 +75,11 @@ class _Copy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Agreed:
-    """What the ranks of a group have agreed on: the code, the generation that fits, the copy's number."""
+class Agreed:
+    """How the ranks of a group have agreed to send differences.
+
+    generation: of the values that the code has room for.  number: of the copy that they differ from.
+    """
 
     code: Code
     generation: int
@@ -96,8 +99,8 @@ class BucketCache:
         self._place = _Where.PLANNED
         self._copy: _Copy | None = None
         self._slab: Tensor | None = None  # host memory for its copies, also while it has none
-        self._stored = 0  # how many node shards were
-        self._agreed: _Agreed | None = None  # how the next gather between nodes sends differences
+        self.stored = 0  # how many node shards were
+        self.agreed: Agreed | None = None  # how the next gather between nodes sends differences
 
     def _becomes(self, change: Mapping[_Where, _Where]) -> None:
         self._place = change.get(self._place, self._place)
@@ -185,8 +188,8 @@ class BucketCache:
         """Keep a node shard [N*S] of this generation, in the tier if there is room."""
         copy = self._copy
         uses = 1 + (copy.uses if copy is not None and copy.generation == generation else 0)
-        self._stored += 1
-        return self._keep(self._tier_now(tier), node_shard, generation, uses, self._stored)
+        self.stored += 1
+        return self._keep(self._tier_now(tier), node_shard, generation, uses, self.stored)
 
     def _keep(
         self, tier: Tier, node_shard: Tensor | Pending, generation: int, uses: int, number: int
@@ -238,15 +241,14 @@ class BucketCache:
             if not copy.uses:
                 self._copy = None
         if copy.tier is Tier.HOST:
-            return self._from_host(copy)
+            return self._from_host(copy, copy.kept.tensor)
         self._transport.counters.add(Kind.LOAD, 0)
         is_full = copy.tier is Tier.GPU_FULL
         return Pending(copy.kept.tensor, done=copy.kept.done, is_full=is_full)
 
-    def _from_host(self, copy: _Copy, part: tuple[int, int] | None = None) -> Pending:
-        """Start to load a copy; part: from where, and how many elements, if not the whole copy."""
+    def _from_host(self, copy: _Copy, source: Tensor) -> Pending:
+        """Start to load a copy, or a part of it."""
         kept, codec, lanes = copy.kept, copy.codec, self._transport.lanes
-        source = kept.tensor if part is None else kept.tensor.narrow(0, *part)
         self._transport.counters.add(Kind.LOAD, source.nbytes)
         with torch.inference_mode(False):
             arrived = on_device = torch.empty_like(source, device=lanes.device.torch)
@@ -277,69 +279,51 @@ class BucketCache:
             copy.kept.done.order()
             if copy.tier is Tier.HOST:
                 self._transport.lanes.device.synchronize()  # the reader is the Python thread, not a stream
-        return self._mine(copy, home).tensor
+        kept = copy.kept.tensor
+        return _node_shard(kept, home) if copy.tier is Tier.GPU_FULL else kept
 
     # --- differences: `references` ------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
-        """The number of the stored node shard that the copy is; 0 without a copy."""
+        """The number of the stored node shard that the copy is; 0 if no difference may be taken from it."""
         return 0 if self._copy is None else self._copy.number
 
-    def count_from(self, number: int) -> None:
-        """Let the next node shard that is stored have a higher number than this."""
-        self._stored = max(self._stored, number)
+    def unnumber(self) -> None:
+        """Let no difference be taken from the copy."""
+        if self._copy is not None:
+            self._copy.number = 0
 
     def own_slot(self, home: Home) -> Pending:
         """This rank's slot [S] of the copy, which exists, on the device; outdated or not."""
-        copy = self._copy
-        assert copy is not None, "asked of a bucket with a copy"
-        if copy.tier is Tier.HOST:
-            size = copy.kept.tensor.numel() // home.nodes
-            return self._from_host(copy, (home.node * size, size))
-        node_shard = self._mine(copy, home)
-        return Pending(node_shard.tensor.view(home.nodes, -1)[home.node], done=node_shard.done)
-
-    @property
-    def has_stored(self) -> bool:
-        """Whether it ever had a copy."""
-        return self._stored > 0
-
-    def send_differences(self, code: Code | None, generation: int) -> None:
-        """Let the next gather between nodes send differences from the copy as it is now, in this code.
-
-        code: None if values are to be sent.  generation: of the values that the code has room for.
-        """
-        self._agreed = None if code is None else _Agreed(code, generation, self.number)
-
-    @property
-    def agreed_generation(self) -> int | None:
-        """The generation that the next gather must send; None if it may send any."""
-        return None if self._agreed is None else self._agreed.generation
+        assert self._copy is not None, "asked of a bucket with a copy"
+        return self._present(self._copy, home, home.node)
 
     def reference(self, home: Home) -> tuple[Code, Pending] | None:
-        """The code of the gather that is about to start, and the copy [N*S] on the device.
+        """The code for the gather that is about to start, and the copy [N*S] on the device.
 
         None: values are sent.  Only one gather gets the code.
         """
-        agreed, self._agreed = self._agreed, None
+        agreed, self.agreed = self.agreed, None
         copy = self._copy
         if agreed is None or copy is None or copy.number != agreed.number:
             return None
-        is_on_host = copy.tier is Tier.HOST
-        return agreed.code, self._from_host(copy) if is_on_host else self._mine(copy, home)
+        return agreed.code, self._present(copy, home)
 
-    @staticmethod
-    def _mine(copy: _Copy, home: Home) -> Pending:
-        """The node shard where it is kept."""
-        kept = copy.kept.tensor
-        is_full = copy.tier is Tier.GPU_FULL
-        mine = kept.view(home.ranks_per_node, -1)[home.place] if is_full else kept
-        return Pending(mine, done=copy.kept.done)
+    def _present(self, copy: _Copy, home: Home, node: int | None = None) -> Pending:
+        """The node shard of a copy on the device, or the slot of one node."""
+        shard = (
+            _node_shard(copy.kept.tensor, home) if copy.tier is Tier.GPU_FULL else copy.kept.tensor
+        )
+        if node is not None:
+            shard = shard.view(home.nodes, -1)[node]
+        if copy.tier is Tier.HOST:
+            return self._from_host(copy, shard)
+        return Pending(shard, done=copy.kept.done)
 
     def drop(self) -> None:
         """Give the copy back, if there is one; the next copy is where it is planned."""
-        self._place, self._copy, self._agreed = _Where.PLANNED, None, None
+        self._place, self._copy = _Where.PLANNED, None
         self._free_slab()
 
     def _free_slab(self) -> None:
@@ -359,6 +343,11 @@ def _gone(bucket: Bucket) -> StaleParameterError:
         f"bucket {bucket.id} ({bucket.params[0].name}, …) was gathered again or released since the forward "
         f"that this backward belongs to; run the backward before the next optimizer step{again}"
     )
+
+
+def _node_shard(full: Tensor, home: Home) -> Tensor:
+    """The node shard [N*S] in the whole bucket [G*S]."""
+    return full.view(home.ranks_per_node, -1)[home.place]
 
 
 class Codecs:

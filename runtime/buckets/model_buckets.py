@@ -84,7 +84,7 @@ class ModelBuckets:
         return [
             latest[i]
             for i, cache in sorted(self._caches.items())
-            if latest[i].bucket.wire is Format.DELTA and cache.has_stored
+            if latest[i].bucket.wire is Format.DELTA and cache.stored
         ]
 
     def caches(self) -> list[BucketCache]:

@@ -12,7 +12,8 @@ of each bucket, whoever starts it: a graph, a refresh, or the program before (`s
 before that, the rank where they do notices it at the check before the gather, and all ranks agree again.
 What started early is dropped then: it has the generation of the agreement, which is no longer the bucket's.
 
-After an error in a program all ranks send values: one rank's copies may lack what others have stored.
+After an error in a program no differences are taken from the copies that there are: on one rank, they may
+lack what others have stored.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from collections.abc import Sequence
 import torch
 
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
+from fcdp_compile.runtime.buckets.bucket_cache import Agreed
 from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
 from fcdp_compile.runtime.collectives.difference import LIMITS, choose, counts
+from fcdp_compile.runtime.lanes.reads import read
 from fcdp_compile.runtime.parameters.record import Generations
-from fcdp_compile.runtime.reads import read
 
 
 class References:
@@ -51,20 +53,29 @@ class References:
     def are_open(self) -> bool:
         """Whether an agreement is due: parameters have changed since the last, or a program failed."""
         changed = self._agreed_at != self._generations.now
-        return (changed or self._has_failed) and bool(self._buckets.differing())
+        return (changed or self._has_failed) and bool(self.buckets)
+
+    @property
+    def buckets(self) -> list[BoundBucket]:
+        """The buckets to agree on."""
+        return self._buckets.differing()
 
     @torch.no_grad()
     def agree(self) -> None:
         """Agree on how each bucket is sent next; every rank must call it."""
         self._agreed_at = self._generations.now
         has_failed, self._has_failed = self._has_failed, False
-        buckets = self._buckets.differing()
+        buckets = self.buckets
         for bucket in buckets:
-            bucket.cache.send_differences(None, bucket.generation)
+            bucket.cache.agreed = None
         digest = hashlib.sha256(repr([b.id for b in buckets]).encode()).hexdigest()[:16]
         act, what = f"sends differences of buckets {digest}", "the agreement on differences"
         found = Question(self._collectives, act, [has_failed], what).answer()
-        if not buckets or found is None or any(found):
+        if found is None or any(found):
+            for bucket in buckets:
+                bucket.cache.unnumber()
+            return
+        if not buckets:
             return
         numbers = [0 if not b.is_at_home else b.cache.number for b in buckets]
         changed = _counts(buckets, numbers)
@@ -77,19 +88,20 @@ class References:
         size = len(words) // len(buckets)
         for i, bucket in enumerate(buckets):
             most, least, *count = told[i * size : (i + 1) * size]
-            bucket.cache.count_from(most)
-            if 0 < most == -least:
-                code = choose(bucket.bucket.slot_elements, count)
-                bucket.cache.send_differences(code, bucket.generation)
+            cache = bucket.cache
+            cache.stored = max(cache.stored, most)  # the next copies have one number again
+            code = choose(bucket.bucket.slot_elements, count) if 0 < most == -least else None
+            if code is not None:
+                cache.agreed = Agreed(code, bucket.generation, most)
 
 
 def _counts(buckets: Sequence[BoundBucket], numbers: Sequence[int]) -> list[list[int]]:
     """For each bucket with a number, the counts of this rank's values that differ from its copy."""
     nothing = [0] * len(LIMITS)
-    found = {
-        i: counts(bucket.packed_now(), bucket.cache.own_slot(bucket.home).wait())
-        for i, (bucket, number) in enumerate(zip(buckets, numbers, strict=True))
-        if number and bucket.cache.generation != bucket.generation
-    }
+    found = {}
+    for i, (bucket, number) in enumerate(zip(buckets, numbers, strict=True)):
+        if number and bucket.cache.generation != bucket.generation:
+            old = bucket.cache.own_slot(bucket.home).wait()
+            found[i] = counts(bucket.packed().to(old.device, non_blocking=True), old)
     rows = dict(zip(found, read(torch.stack(list(found.values()))) if found else [], strict=True))
     return [rows.get(i, nothing) for i in range(len(buckets))]

@@ -24,9 +24,9 @@ from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.references import References
 from fcdp_compile.runtime.collectives.agreement import About, any_rank
 from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.lanes.reads import read
 from fcdp_compile.runtime.parameters.record import Generations, Records
 from fcdp_compile.runtime.parameters.unset import Unset
-from fcdp_compile.runtime.reads import read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +97,8 @@ class Validity:
         agreed = self.agree(seen, about)
         self.apply(buckets, seen, agreed)
         if agreed.are_open:
+            # Else the check before their graph notices changes, and all ranks agree again.
+            self.notice([b for b in self._references.buckets if b.is_at_home])
             self._references.agree()
         return agreed
 

@@ -353,7 +353,7 @@ class Telling:
         words: Sequence[int],
         group: dist.ProcessGroup | None,
         doing: Callable[[], str],
-        of_all: Combine,
+        of_all: Combine = torch.bitwise_or,
     ) -> None:
         # Not on the default device: a user may be building another model on meta.
         self._words = torch.tensor(words, dtype=torch.int64, device="cpu")

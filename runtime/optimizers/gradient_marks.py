@@ -27,8 +27,8 @@ from fcdp_compile.core.params.seals import Seal, fingerprints, fingerprints_of_z
 from fcdp_compile.errors import FcdpError
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
+from fcdp_compile.runtime.lanes.reads import read
 from fcdp_compile.runtime.parameters.record import ParamRecord
-from fcdp_compile.runtime.reads import read
 
 
 @dataclass(frozen=True, slots=True)

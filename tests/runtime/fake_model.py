@@ -108,6 +108,7 @@ class FakeModel(SimpleNamespace):
             device_memory=None,
             topology=SimpleNamespace(home=lambda scope: None),
             seams=SimpleNamespace(take=lambda kind, bucket, generation: None, fail=lambda: None),
+            references=SimpleNamespace(fail=lambda: None),
             validity=SimpleNamespace(notice=lambda buckets: None),
         )
 

@@ -88,7 +88,13 @@ class Model:
         self.modes.append(about.mode)
         self.asked = [b.id for b in buckets]
         stale = {b.id: b.id in self.stale_ids for b in buckets}
-        return Verdict(stale=stale, refused={}, is_given=is_given, is_outdated=is_outdated())
+        return Verdict(
+            stale=stale,
+            refused={},
+            is_given=is_given,
+            is_outdated=is_outdated(),
+            are_open=False,
+        )
 
     def bind(self, plan: Plan) -> None:
         """What a plan's run asks of its buckets."""
