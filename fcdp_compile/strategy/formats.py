@@ -46,7 +46,7 @@ class Format(Enum):
 
 
 DIFFERENCE_SCRATCH_BYTES = 12
-"""Bytes of memory for each value that taking a difference needs: three int32."""
+"""Bytes of memory for each value, at most, that taking a difference needs beside its result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

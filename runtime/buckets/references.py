@@ -28,7 +28,7 @@ from fcdp_compile.runtime.buckets.bucket_cache import Agreed
 from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.runtime.collectives.difference import LIMITS, choose, counts
+from fcdp_compile.runtime.collectives.difference import STAGES_COUNTED, choose, counts
 from fcdp_compile.runtime.lanes.reads import read
 from fcdp_compile.runtime.parameters.record import Generations
 
@@ -97,7 +97,7 @@ class References:
 
 def _counts(buckets: Sequence[BoundBucket], numbers: Sequence[int]) -> list[list[int]]:
     """For each bucket with a number, the counts of this rank's values that differ from its copy."""
-    nothing = [0] * len(LIMITS)
+    nothing = [0] * STAGES_COUNTED
     found = {}
     for i, (bucket, number) in enumerate(zip(buckets, numbers, strict=True)):
         if number and bucket.cache.generation != bucket.generation:

@@ -6,14 +6,14 @@ Numbers are subtracted modulo 2^16, and signs are folded in, so that small diffe
     order(x) = x ^ 0x7fff if x < 0 else x
     order(new) - order(old) = 0, -1, 1, -2, 2, …    ->    z = 0, 1, 2, 3, 4, …
 
-The code has stages of more and more bits.  A stage of b bits says what z is if z is less than 2^b - 1.  Else
-it says 2^b - 1, and the next stage takes z - (2^b - 1).  The last stage has 16 bits.  With stages of 1, 2, 4,
-8 and 16 bits, an unchanged value takes one bit, and a value that moved to a neighbour takes three:
+The code has stages of 1, 2, 4, 8 and 16 bits.  A stage of b bits says what z is if z is less than 2^b - 1.
+Else it says 2^b - 1, and the next stage takes z - (2^b - 1); the last stage takes all that is left:
 
     1 bit for each | 2 for each z >= 1 | 4 for each z >= 4 | 8 for each z >= 19 | 16 for each z >= 274
 
-In bf16, a small Llama in fine-tuning with AdamW needs 1.4 bits a value at a learning rate of 1e-5 and 2.4 at
-5e-5; the entropy of z is 0.9 and 2.1.  NaN, infinities and denormals are bits like others.
+So an unchanged value takes one bit, and a value that moved to a neighbour takes three.  In bf16, a small
+Llama in fine-tuning with AdamW needs 1.4 bits a value at a learning rate of 1e-5, 2.1 at 5e-5 and 3.8 at 3e-4;
+other stages gain at most 2 % (docs/benchmarks/bits.md).  NaN, infinities and denormals are bits like others.
 
 Receivers must know how many values each stage has.  Ranks agree on it before (`runtime.buckets.references`),
 so all messages of a bucket have one size; a rank with fewer values in a stage fills it with zeros.
@@ -28,52 +28,44 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-_LAST = 16
-LADDERS = ((1, 2, 4, 8, _LAST), (2, 4, 8, _LAST), (4, 8, _LAST))
-"""Bits of the stages, for few, some and many changes; more changes than that are sent as values."""
+_STAGES = (1, 2, 4, 8, 16)
+"""Bits of each stage."""
 
+_LEAST = [sum(2**b - 1 for b in _STAGES[:i]) for i in range(len(_STAGES))]
+"""The least z of the values in each stage."""
 
-def _limits(ladder: Sequence[int]) -> list[int]:
-    """The least z of the values in each stage."""
-    return [sum(2**b - 1 for b in ladder[:i]) for i in range(len(ladder))]
-
-
-LIMITS = sorted({z for ladder in LADDERS for z in _limits(ladder)[1:]})
-"""What `counts` counts."""
+_ZERO = -(2**15)
+"""Where z begins: it is kept as a signed number of 16 bits, less 2^15."""
 
 
 def counts(new: Tensor, old: Tensor) -> Tensor:
-    """How many values have a z of at least each of `LIMITS`: int64 [limits], on their device."""
+    """How many values each stage after the first has: int64 [stages - 1], on their device."""
     z = _folded(new, old)
-    return torch.stack([torch.count_nonzero(z >= limit) for limit in LIMITS])
+    return torch.stack([torch.count_nonzero(z >= least + _ZERO) for least in _LEAST[1:]])
+
+
+STAGES_COUNTED = len(_STAGES) - 1
+"""How many numbers `counts` has."""
 
 
 def choose(elements: int, found: Sequence[int]) -> Code | None:
-    """The shortest code; None if the values themselves are as short.
+    """The code for so many values; None if the values themselves are as short.
 
-    elements: of the values.  found: at least what `counts` says on each rank.
+    found: at least what `counts` says on each rank.
     """
-    at_least = dict(zip(LIMITS, found, strict=True))
-    codes = [
-        Code(ladder, (elements, *(at_least[z] for z in _limits(ladder)[1:]))) for ladder in LADDERS
-    ]
-    best = min(codes, key=lambda code: code.bytes)
-    return best if best.bytes < 2 * elements else None
+    code = Code((elements, *found))
+    return code if code.bytes < 2 * elements else None
 
 
 @dataclass(frozen=True)
 class Code:
-    """One code of differences.
+    """A code of differences; rooms: for how many values each stage has room."""
 
-    ladder: the bits of each stage.  rooms: for how many values each stage has room.
-    """
-
-    ladder: tuple[int, ...]
     rooms: tuple[int, ...]
 
     @cached_property
     def _sizes(self) -> list[int]:
-        return [-(-n * b // 8) for n, b in zip(self.rooms, self.ladder, strict=True)]
+        return [-(-n * b // 8) for n, b in zip(self.rooms, _STAGES, strict=True)]
 
     @property
     def bytes(self) -> int:
@@ -83,39 +75,39 @@ class Code:
     def encode(self, new: Tensor, old: Tensor) -> Tensor:
         """The difference of values [n] from old values [n]: uint8 [bytes]."""
         z, parts = _folded(new, old), []
-        for bits, room in zip(self.ladder[:-1], self.rooms[1:], strict=True):
-            top = 2**bits - 1
-            parts.append(_pack(z.clamp(max=top).to(torch.uint8), bits))
+        for bits, room in zip(_STAGES[:-1], self.rooms[1:], strict=True):
+            top = 2**bits - 1 + _ZERO
+            parts.append(_pack((z.clamp(max=top) - _ZERO).to(torch.uint8), bits))
             goes_on = z >= top
             at = torch.nonzero_static(goes_on, size=room, fill_value=0).view(-1)
             is_used = torch.arange(room, device=z.device) < torch.count_nonzero(goes_on)
-            z = torch.where(is_used, z[at] - top, 0)
-        parts.append(z.to(torch.int16).view(torch.uint8))
+            z = torch.where(is_used, z[at] - (2**bits - 1), _ZERO)
+        parts.append(z.view(torch.uint8))
         return torch.cat(parts)
 
     def decode(self, code: Tensor, old: Tensor) -> Tensor:
         """Undo `encode`: uint8 [bytes] and the old values [n] -> the new values [n]."""
         *parts, last = code.split(self._sizes)
-        z = last.clone().view(torch.int16).to(torch.int32) & 0xFFFF
-        for bits, room, part in reversed(list(zip(self.ladder, self.rooms, parts, strict=False))):
-            top = 2**bits - 1
-            here = _unpack(part, bits)[:room].to(torch.int32)
-            z = here.masked_scatter_(here == top, z + top)
-        difference = (z >> 1) ^ -(z & 1)
-        bits_of = _order(old.view(torch.int16)) + difference.to(torch.int16)
-        return _order(bits_of).view(old.dtype)
+        z = last.clone().view(torch.int16)
+        for bits, room, part in reversed(list(zip(_STAGES, self.rooms, parts, strict=False))):
+            said = _unpack(part, bits)[:room]
+            here = said.to(torch.int16).add_(_ZERO)
+            z = here.masked_scatter_(said == 2**bits - 1, z + (2**bits - 1))
+        z ^= _ZERO
+        difference = ((z >> 1) & 0x7FFF) ^ -(z & 1)
+        return _order(difference.add_(_order(old.view(torch.int16)))).view(old.dtype)
 
 
 def _order(bits: Tensor) -> Tensor:
     """The number of a value in the order of the values, from its bits, int16; undoes itself."""
-    return bits ^ ((bits >> 15) & 0x7FFF)
+    return (bits >> 15).bitwise_and_(0x7FFF).bitwise_xor_(bits)
 
 
 def _folded(new: Tensor, old: Tensor) -> Tensor:
-    """Z for each value: int32, less than 2^16."""
-    difference = _order(new.view(torch.int16)) - _order(old.view(torch.int16))
-    wide = difference.to(torch.int32)
-    return (wide << 1) ^ (wide >> 31)
+    """Z + `_ZERO` for each value, int16."""
+    difference = _order(new.view(torch.int16)).sub_(_order(old.view(torch.int16)))
+    sign = difference >> 15
+    return difference.bitwise_left_shift_(1).bitwise_xor_(sign).bitwise_xor_(_ZERO)
 
 
 def _pack(levels: Tensor, bits: int) -> Tensor:

@@ -225,6 +225,9 @@ def test_every_change(strategy: str) -> None:
 # --- bytes ------------------------------------------------------------------------------------------------
 
 
+_STAGES = (1, 2, 4, 8, 16)
+
+
 def _bits(model: nn.Module) -> dict[str, Tensor]:
     """The local rows of each parameter as they are gathered, as the bits of bf16."""
     found = {n: p.to_local().detach() for n, p in model.named_parameters()}
@@ -246,13 +249,12 @@ def _expected(model: nn.Module, old: dict[str, Tensor]) -> int:
     for bucket in plan.buckets:
         z = torch.cat([_z(new[p.name], old[p.name]) for p in bucket.params])
         lengths = [2 * bucket.slot_elements]
-        for ladder in ((1, 2, 4, 8, 16), (2, 4, 8, 16), (4, 8, 16)):
-            least = itertools.accumulate((2**b - 1 for b in ladder[:-1]), initial=0)
-            mine = [int((z >= limit).sum()) for limit in least]
-            mine[0] = bucket.slot_elements  # padding never changes
-            # All ranks send as much as the rank with the most values in each stage.
-            most = [max(row) for row in zip(*state.collectives.agree(mine), strict=True)]
-            lengths.append(sum(math.ceil(n * b / 8) for n, b in zip(most, ladder, strict=True)))
+        least = itertools.accumulate((2**b - 1 for b in _STAGES[:-1]), initial=0)
+        mine = [int((z >= limit).sum()) for limit in least]
+        mine[0] = bucket.slot_elements  # padding never changes
+        # All ranks send as much as the rank with the most values in each stage.
+        most = [max(row) for row in zip(*state.collectives.agree(mine), strict=True)]
+        lengths.append(sum(math.ceil(n * b / 8) for n, b in zip(most, _STAGES, strict=True)))
         if bucket.wire is Format.DELTA:
             total += min(lengths)
     return total * (plan.nodes - 1)
