@@ -12,8 +12,8 @@ Else it says 2^b - 1, and the next stage takes z - (2^b - 1); the last stage tak
     1 bit for each | 2 for each z >= 1 | 4 for each z >= 4 | 8 for each z >= 19 | 16 for each z >= 274
 
 So an unchanged value takes one bit, and a value that moved to a neighbour takes three.  In bf16, a small
-Llama in fine-tuning with AdamW needs 1.4 bits a value at a learning rate of 1e-5, 2.1 at 5e-5 and 3.8 at 3e-4;
-other stages gain at most 2 % (docs/benchmarks/bits.md).  NaN, infinities and denormals are bits like others.
+Llama in fine-tuning with AdamW needs 1.4 bits a value at a learning rate of 1e-5, 2.1 at 5e-5 and 3.8 at
+3e-4; other stages gain at most 2 % (docs/benchmarks/bits.md).  NaN and infinities are bits like others.
 
 Receivers must know how many values each stage has.  Ranks agree on it before (`runtime.buckets.references`),
 so all messages of a bucket have one size; a rank with fewer values in a stage fills it with zeros.
