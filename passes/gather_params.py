@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,8 @@ def _start(
     crosses = source in (Source.GATHER, Source.GATHER_AND_STORE) and bucket.nodes > 1
     if crosses:
         sent = (bucket.nodes - 1) * bucket.wire_bytes
+        if bucket.wire is Format.DELTA:
+            sent = math.ceil(sent * ctx.delta_bits / 16)
         sizes = bucket.sizes()
         scratch = 0 if sizes is None else bucket.nodes * sizes[ctx.node] * bucket.itemsize
         if not bucket.wire.is_exact:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import importlib
 
-from fcdp_compile.cli.command import Answer, Declared, several, strategy, whole
+from fcdp_compile.cli.command import Answer, Declared, kind, several, strategy, whole
 from fcdp_compile.cluster.model_table import MODELS
 from fcdp_compile.cluster.profile import CLUSTERS
 from fcdp_compile.cluster.requests import DTYPES, PACKED_FORMATS
+from fcdp_compile.errors import ArgumentError
+from fcdp_compile.strategy.formats import DELTA_BITS
 
 SUMMARY = "rank the strategies for a model on a cluster, without weights or the cluster"
 DESCRIPTION = (
@@ -80,7 +82,17 @@ def _add_step_arguments(add: Declared) -> None:
     add.value("--accumulate", whole, "s", "micro-batches of an optimizer step", default=1)
     dtype = "dtype of computation and of gathers; trained weights are kept in fp32"
     add.choice("--dtype", DTYPES, dtype, default="bf16")
+    bits = "with +delta, bits of a weight that crosses between nodes; 1.4 to 3.8 were measured"
+    add.value("--delta-bits", _bits, "BITS", bits, default=DELTA_BITS)
     attention = "attention: fused, or as separate matrix products"
     add.choice("--attention", ("sdpa", "eager"), attention, default="sdpa")
     keep = "keep all activations; by default each layer's are recomputed in the backward"
     add.flag("--no-checkpointing", keep)
+
+
+@kind
+def _bits(text: str) -> float:
+    bits = float(text)
+    if not 1 <= bits <= 16:
+        raise ArgumentError(f"a weight takes 1 to 16 bits, not {text}")
+    return bits

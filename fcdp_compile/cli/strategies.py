@@ -69,7 +69,8 @@ def run(options: argparse.Namespace) -> Answer:
     note = (
         "Bytes of one optimizer step of s micro-batches on N > 1 nodes of g ranks, with no_sync around all "
         "but the last; F, T: frozen and trainable parameters, a: bytes of an accumulated gradient per byte "
-        "of parameter, b: bytes of an element, where something is quantised.\nfcdp keeps as much on the "
+        "of parameter, b: bytes of an element, where something is quantised, d: bytes of a difference per "
+        "byte of weights.\nfcdp keeps as much on the "
         f"GPU as there is room for: these formulas assume no room.\n{after}"
     )
     return Answer(f"{text}\n\n{note}")

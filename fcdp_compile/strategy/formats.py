@@ -45,6 +45,9 @@ class Format(Enum):
         return self in (Format.FULL, Format.DELTA)
 
 
+DELTA_BITS = 2.1
+"""Bits of a difference in bf16: AdamW, fine-tuning with a learning rate of 5e-5 (docs/benchmarks/bits.md)."""
+
 DIFFERENCE_SCRATCH_BYTES = 12
 """Bytes of memory for each value, at most, that taking a difference needs beside its result."""
 

@@ -5,6 +5,7 @@ W = F + T; gradients are counted in that dtype, too.  s: micro-batches of an opt
 gathers the parameters that its forward and its backward read (here: all), with `no_sync` around all but the
 last.  a: bytes of an accumulated gradient, in fp32 or wider, per byte of parameter.  b: bytes of an element
 before it is quantised; 8 bits take 1 + 1/64 bytes with the scales of the blocks, nf4 takes 17/32 (`formats`).
+d: bytes of an exact difference per byte of weights; from 1/16 if no weight changes to 1.
 Padding is not counted.
 
 Sources: ZeRO (Rajbhandari et al., 2020), ZeRO++ (Wang et al., 2023), PaRO (Wu et al., 2023, tables 2 and 3),
@@ -22,7 +23,7 @@ from fcdp_compile.strategy.formats import CODINGS, Format
 
 N, g, s = sympy.symbols("N g s", positive=True, integer=True)
 F, T = sympy.symbols("F T", nonnegative=True)
-a, b = sympy.symbols("a b", positive=True)
+a, b, d = sympy.symbols("a b d", positive=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,9 @@ def costs(strategy: Strategy) -> Costs:
     first = sympy.Integer(0)
     if strategy.is_resident:
         gathered, first = t_sent, f_sent
+    is_difference = trained[0] is Format.DELTA
+    if is_difference:  # from the second step on; in the first there is no copy
+        first += T - t_sent
     # A frozen bucket that is kept in full is gathered within the node once; a node shard in every forward
     # and every backward.
     spread = T if is_full else sympy.Integer(0) if is_whole else 2 * s * W
@@ -85,6 +89,8 @@ def costs(strategy: Strategy) -> Costs:
     kept_on_host *= int(on_host)
     waits_on_host = waits * int(strategy.accumulates_on_host)
     bus = 2 * s * kept_on_host / g + 2 * (s - 1) * waits_on_host
+    if is_difference and on_host:  # a rank's own slot to compare, the node shard to add to
+        bus += T / (N * g) + T / g
     host = kept_on_host + g * waits_on_host
     if strategy.offloads:  # home shards are loaded for each gather, reduced gradients are stored
         gathers = s * W * (1 if strategy.cache is not Cache.NONE else 2)
@@ -105,6 +111,6 @@ def costs(strategy: Strategy) -> Costs:
 
 def _part(wire: Format) -> sympy.Expr:
     """Bytes that are sent for each byte of parameters."""
-    if wire is Format.FULL:
-        return sympy.Integer(1)
+    if wire.is_exact:
+        return sympy.Integer(1) if wire is Format.FULL else d
     return sympy.Rational(CODINGS[wire].value_bytes) / b

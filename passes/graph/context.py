@@ -79,6 +79,7 @@ class PassContext:
     bucket_bytes: a bucket is full when its gathered parameters take this many bytes; None: a size that suits
     the link between nodes of `machine`.
     host_budget: host memory that node shards may take; None without a limit.
+    delta_bits: bits of a 16-bit weight that is sent as a difference; 16 is the most.
     in_flight_bytes: how many bytes of gathered parameters and of gradients on their way may be alive at
     once (`schedule` [Note: in-flight budget]); None for the default of `schedule`.
     backward_buckets: ids of the buckets that the backward of this graph uses.
@@ -98,6 +99,7 @@ class PassContext:
     machine: Machine = MACHINES["cpu"]
     in_flight_bytes: int | None = None
     host_budget: HostBudget | None = None
+    delta_bits: float = 16
     direction: Direction = Direction.FORWARD
     variant: Variant = Variant.COLD
     backward_buckets: tuple[int, ...] = ()

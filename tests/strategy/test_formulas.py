@@ -10,7 +10,7 @@ import sympy
 
 from fcdp_compile.cli import main
 from fcdp_compile.strategy import PRESETS, Strategy
-from fcdp_compile.strategy.formulas import F, N, T, a, b, costs, g, s
+from fcdp_compile.strategy.formulas import F, N, T, a, b, costs, d, g, s
 from tests.formulas import Model, training_step
 
 SHAPES = {"frozen": (48, 8), "trained": (96, 4)}  # no padding at any of the sizes below
@@ -80,6 +80,21 @@ def test_full_fine_tuning_as_the_papers_count_it() -> None:
         assert sympy.simplify(per_step[resident] - (1 + s)) == 0
     for accumulating in ("fcdp", "zero1", "paro-iig"):
         assert per_step[accumulating] == 2, "a gather and a reduction, whatever s"
+
+
+def test_differences_from_copies() -> None:
+    """As bytes without them, times d; in the first step there is no copy."""
+    full, delta = cost("fcdp"), cost("fcdp+delta")
+    sent = T * (N - 1) / N
+    assert sympy.simplify(full["inter"] - delta["inter"] - (1 - d) * sent) == 0
+    assert sympy.simplify(delta["first_inter"] - full["first_inter"] - (1 - d) * sent) == 0
+    assert sympy.simplify(delta["bus"] - full["bus"] - T / g - T / (N * g)) == 0
+    assert cost("zero2+delta")["bus"] == 0
+    at_1e_5 = (delta["inter"] / T).subs({d: sympy.Rational(137, 1600)})
+    assert sympy.simplify(at_1e_5 - sympy.Rational(1737, 1600) * (N - 1) / N) == 0
+    assert {n: v for n, v in delta.items() if n not in ("inter", "first_inter", "bus")} == {
+        n: v for n, v in full.items() if n not in ("inter", "first_inter", "bus")
+    }
 
 
 def test_frozen_weights_cross_once() -> None:

@@ -107,6 +107,7 @@ def asked(options: argparse.Namespace) -> Jobs:
             accumulate=options.accumulate,
             cp=cp,
             tp=tp,
+            delta_bits=options.delta_bits,
         )
         for cp, tp in itertools.product(options.cp, options.tp)
     ]

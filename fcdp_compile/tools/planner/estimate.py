@@ -175,6 +175,7 @@ class _Estimation:
             next_bucket=0,
             machine=job.data_profile.rank_machine,
             inner_ranks=traced.inner_ranks,
+            delta_bits=job.delta_bits,
         )
         self._host_bytes = max(0, job.host_bytes_per_rank - self._homes_on_host_bytes())
         budget = HostBudget(bytes=self._host_bytes, limit=Limit.AVAILABLE)

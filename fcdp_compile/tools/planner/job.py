@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fcdp_compile.cluster.profile import ClusterProfile
 from fcdp_compile.core.params.spec import Home
 from fcdp_compile.errors import FcdpError
+from fcdp_compile.strategy.formats import DELTA_BITS
 
 USABLE = 0.9
 """The part of a device's memory that tensors may take; contexts, workspaces and fragments take the rest."""
@@ -21,6 +22,7 @@ class Job:
 
     batch: samples of one rank's micro-batch.  accumulate: micro-batches of an optimizer step.
     cp, tp: how many ranks of a node share each sequence and each parameter (`make_mesh`).
+    delta_bits: bits that a weight takes which crosses between nodes as a difference (`+delta`).
 
     Raises: FcdpError for more ranks than a node of the cluster has, sizes below 1, or ranks of a node that cp
     and tp do not divide.
@@ -33,6 +35,7 @@ class Job:
     accumulate: int = 1
     cp: int = 1
     tp: int = 1
+    delta_bits: float = DELTA_BITS
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node", "batch", "accumulate", "cp", "tp"):
