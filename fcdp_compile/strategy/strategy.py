@@ -362,6 +362,7 @@ def aliases_of(strategy: Strategy) -> list[str]:
 
 MODIFIERS: dict[str, dict[str, Format | Algorithm | bool]] = {
     "w8": {"weight_format": Format.INT8},
+    "delta": {"weight_format": Format.DELTA},
     "g8": {"gradient_format": Format.INT8},
     "g4": {"gradient_format": Format.INT4},
     "c8": {"weight_format": Format.INT8, "host_format": Format.INT8},
@@ -369,7 +370,6 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm | bool]] = {
     "ho_ring": {"algorithm": Algorithm.HO_RING},
     "matrix": {"whole_matrices": True},
     "offload": {"offloads": True},
-    "delta": {"weight_format": Format.DELTA},
 }
 """The modifiers of a preset's name; w8 is ZeRO++'s qwZ, g8 and g4 are its qgZ, c4 is QLoRA's code book.
 

@@ -186,13 +186,13 @@ def test_modifiers(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fcdp+w9", "unknown modifier 'w9'; choose from w8, g8, g4, c8, c4, ho_ring"),
+        ("fcdp+w9", "unknown modifier 'w9'; choose from w8, delta, g8, g4, c8, c4, ho_ring"),
         ("fcdp+", "unknown modifier ''; choose from w8"),
         ("fcdp+g4+g8", "two modifiers for the same choice; give one of g8 and g4"),
         ("mics+ho_ring", "gathers nothing between nodes"),
         (
             "fcdp+ho-ring",
-            "unknown modifier 'ho-ring'; choose from w8, g8, g4, c8, c4, ho_ring, matrix, off",
+            "unknown modifier 'ho-ring'; choose from w8, delta, g8, g4, c8, c4, ho_ring, matrix, off",
         ),
         ("zero3+c8", "keeps no node shards on the host"),
         ("zero3+c4", "keeps no node shards on the host"),
