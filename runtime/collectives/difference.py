@@ -86,13 +86,17 @@ class Code:
         return torch.cat(parts)
 
     def decode(self, code: Tensor, old: Tensor) -> Tensor:
-        """Undo `encode`: uint8 [bytes] and the old values [n] -> the new values [n]."""
+        """Undo `encode`: uint8 [bytes] and the old values [n] -> the new values [n].
+
+        If the rooms were too small, some are wrong: such values are dropped (`references`), not refused here.
+        """
         *parts, last = code.split(self._sizes)
         z = last.clone().view(torch.int16)
         for bits, room, part in reversed(list(zip(_STAGES, self.rooms, parts, strict=False))):
             said = _unpack(part, bits)[:room]
             here = said.to(torch.int16).add_(_ZERO)
-            z = here.masked_scatter_(said == 2**bits - 1, z + (2**bits - 1))
+            left = torch.nn.functional.pad(z + (2**bits - 1), (0, room - len(z)))
+            z = here.masked_scatter_(said == 2**bits - 1, left)
         z ^= _ZERO
         difference = ((z >> 1) & 0x7FFF) ^ -(z & 1)
         return _order(difference.add_(_order(old.view(torch.int16)))).view(old.dtype)

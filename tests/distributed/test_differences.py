@@ -18,7 +18,7 @@ import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.strategy.formats import Format
 from tests.distributed.beside import Beside, named
-from tests.distributed.models import CASES
+from tests.distributed.models import CASES, Case
 from tests.distributed.ranks import run
 from tests.distributed.test_staleness import FULL
 
@@ -28,10 +28,10 @@ pytestmark = pytest.mark.distributed
 class Twins(Beside):
     """`plain` is sharded and compiled, too, and its weights cross as values."""
 
-    def __init__(self, mesh: DeviceMesh, strategy: str, **options: Any) -> None:
+    def __init__(self, mesh: DeviceMesh, strategy: str, case: Case = CASES["odd"]) -> None:
         low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        options = {"bucket_mb": 300 / 2**20, "compute": "eager", **options}
-        super().__init__(mesh, CASES["odd"], options=options, strategy=f"{strategy}+delta", **low)
+        options = {"bucket_mb": 300 / 2**20, "compute": "eager"}
+        super().__init__(mesh, case, options=options, strategy=f"{strategy}+delta", **low)
         fcdp_compile.shard(self.plain, mesh, strategy=strategy, **low)
         self.other_net = self.compiled(self.plain)
         self.use(_adamw)
@@ -220,6 +220,65 @@ def test_every_change(strategy: str) -> None:
         assert sum(s.differences for s in seen.values()) < 0.9 * sum(
             s.values for s in seen.values()
         )
+
+
+# --- between the programs of one forward ----------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    """Three programs; `between` runs before the second, which starts the last one's gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CASES["odd"].vocabulary, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.between: Callable[[], None] = lambda: None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layers[0](self.embedding(ids))
+        self._pause()
+        x = self.layers[1](x).relu()
+        torch._dynamo.graph_break()
+        return self.layers[2](x)
+
+    @torch._dynamo.disable
+    def _pause(self) -> None:
+        self.between()
+
+
+_BROKEN = Case(
+    model=Broken,
+    loss=lambda net, ids: net(ids).float().square().mean(),
+    vocabulary=CASES["odd"].vocabulary,
+)
+
+
+def _written_between(mesh: DeviceMesh) -> None:
+    """Rows change on all ranks or on one, which finds it out before others; then their gather starts."""
+    pair = Twins(mesh, "fcdp", _BROKEN)
+    pair.train(4)  # the second step on, gathers start early
+    for ranks in (range(4), (0,), (3,)):
+        for model in pair.both:
+            rows = named(model, "layers.2.weight").to_local()
+            model.between = partial(_scale, rows if pair.rank in ranks else rows[:0])
+        pair.train()
+        for model in pair.both:
+            model.between = lambda: None
+        pair.train(2)
+        pair.losses(0)
+        pair.compare_copies()
+        pair.compare_parameters()
+    mine, other = pair.sent()
+    assert mine < other
+
+
+def _scale(rows: Tensor) -> None:
+    with torch.no_grad():
+        rows.mul_(-3).add_(0.1)
+
+
+def test_rows_change_before_their_gather_starts_early() -> None:
+    run(_written_between, nodes=2, ranks_per_node=2)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------

@@ -62,6 +62,16 @@ def test_every_bit_arrives(pairs: list[tuple[int, int]], dtype: torch.dtype, mor
     assert same(code.decode(sent, old), new)
 
 
+@given(_PAIRS, st.integers(0, 5))
+def test_too_little_room_is_no_error(pairs: list[tuple[int, int]], fits: int) -> None:
+    """One rank may find out first that values have changed since ranks agreed; all drop the result."""
+    new, old = (tensor(list(bits)) for bits in zip(*pairs, strict=True))
+    code = Code((len(pairs), *sorted((fits, fits, fits // 2, 0), reverse=True)))
+    sent = code.encode(new, old)
+    assert sent.numel() == code.bytes
+    assert code.decode(sent, old).shape == new.shape
+
+
 @given(_PAIRS)
 def test_counts_are_those_of_the_number_line(pairs: list[tuple[int, int]]) -> None:
     new, old = (tensor(list(bits)) for bits in zip(*pairs, strict=True))
