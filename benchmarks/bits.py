@@ -11,6 +11,7 @@ Gathers are in bf16, gradients are reduced in fp32, AdamW keeps fp32.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import sysconfig
 import time
@@ -48,14 +49,18 @@ def main() -> None:
         print(tabulate(_densities(args), headers=("lr", "changed", "entropy", "bits")))
         return
     dist.init_process_group("gloo")
-    rows = [_trained(strategy, args) for strategy in args.strategies]
-    if dist.get_rank() == 0:
+    is_first = dist.get_rank() == 0
+    model = _model(args, pretraining=args.pretraining if is_first else 0)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.detach(), 0)
+    rows = [_trained(copy.deepcopy(model), strategy, args) for strategy in args.strategies]
+    if is_first:
         headers = ("strategy", "last losses", "gather [B]", "reduce [B]", "bits", "s/step")
         print(tabulate(rows, headers=headers, floatfmt=(".0f", ".5f", ".0f", ".0f", ".2f", ".2f")))
 
 
-def _model(args: argparse.Namespace) -> nn.Module:
-    """A model that has learned something; the same on every rank."""
+def _model(args: argparse.Namespace, *, pretraining: int) -> nn.Module:
+    """A model that has learned for so many steps."""
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - an extra
 
     torch.manual_seed(args.seed)
@@ -72,7 +77,7 @@ def _model(args: argparse.Namespace) -> nn.Module:
     )
     folder = Path(sysconfig.get_paths()["stdlib"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    for ids, _ in zip(_batches(folder, "*.py", args.seed), range(args.pretraining), strict=False):
+    for ids, _ in zip(_batches(folder, "*.py", args.seed), range(pretraining), strict=False):
         model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -94,7 +99,7 @@ def _fine(seed: int) -> Iterator[Tensor]:
 
 
 def _densities(args: argparse.Namespace) -> Iterator[Sequence[object]]:
-    model = _model(args)
+    model = _model(args, pretraining=args.pretraining)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for rate in RATES:
         model.load_state_dict(state)
@@ -119,10 +124,9 @@ def _flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().bfloat16().flatten() for p in model.parameters()])
 
 
-def _trained(strategy: str, args: argparse.Namespace) -> Sequence[object]:
+def _trained(model: nn.Module, strategy: str, args: argparse.Namespace) -> Sequence[object]:
     """The strategy, a mean loss at the end, bytes of this rank in the last step, bits, seconds."""
     torch.compiler.reset()
-    model = _model(args)
     low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     fcdp_compile.shard(model, fcdp_compile.make_mesh(), strategy=strategy, **low)
     net = torch.compile(model, backend="fcdp", options={"compute": "eager"}, dynamic=False)

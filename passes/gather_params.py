@@ -78,15 +78,7 @@ def _start(
         sent = (bucket.nodes - 1) * bucket.wire_bytes
         if bucket.wire is Format.DELTA:
             sent = math.ceil(sent * ctx.delta_bits / 16)
-        sizes = bucket.sizes()
-        scratch = 0 if sizes is None else bucket.nodes * sizes[ctx.node] * bucket.itemsize
-        if not bucket.wire.is_exact:
-            scratch = (bucket.nodes + 1) * bucket.wire_bytes + bucket.node_bytes
-        elif (
-            bucket.wire is Format.DELTA
-        ):  # the reference, what is sent and received, and a slot's numbers
-            scratch = bucket.node_bytes + (bucket.nodes + 1) * bucket.wire_bytes
-            scratch += DIFFERENCE_SCRATCH_BYTES * bucket.slot_elements
+        scratch = _scratch_bytes(bucket, ctx)
         slots = bucket.slots_per_node_shard
         buffer = steps.add(ops.inter_all_gather, [home], slots, sent, scratch_bytes=scratch)
     is_overlapped = crosses and bucket.algorithm is Algorithm.HO_RING
@@ -100,6 +92,18 @@ def _start(
     is_there = source is Source.LOAD and tier is Tier.GPU_FULL
     sent = 0 if is_there else (bucket.ranks_per_node - 1) * bucket.node_bytes
     return steps.add(ops.intra_all_gather, [buffer], bucket.slots, sent)
+
+
+def _scratch_bytes(bucket: Bucket, ctx: PassContext) -> int:
+    """The bytes that a gather between nodes takes besides its input and result."""
+    if bucket.wire is Format.FULL:
+        sizes = bucket.sizes()
+        return 0 if sizes is None else bucket.nodes * sizes[ctx.node] * bucket.itemsize
+    # What is sent and received; and all decoded values, or the copy that differences are added to.
+    bytes_ = (bucket.nodes + 1) * bucket.wire_bytes + bucket.node_bytes
+    if bucket.wire is Format.DELTA:
+        bytes_ += DIFFERENCE_SCRATCH_BYTES * bucket.slot_elements
+    return bytes_
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,7 @@ class Seams:
             pending = bucket.load(generation)
         elif kind is Kind.INTER_ALL_GATHER:
             self._validity.notice([bucket])
+            # As all ranks do, whatever this rank has just noticed; after a change the result is outdated.
             agreed = bucket.cache.agreed
             generation = bucket.generation if agreed is None else agreed.generation
             pending = bucket.gather(kind, bucket.packed())

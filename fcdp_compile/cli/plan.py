@@ -82,7 +82,7 @@ def _add_step_arguments(add: Declared) -> None:
     add.value("--accumulate", whole, "s", "micro-batches of an optimizer step", default=1)
     dtype = "dtype of computation and of gathers; trained weights are kept in fp32"
     add.choice("--dtype", DTYPES, dtype, default="bf16")
-    bits = "with +delta, bits of a weight that crosses between nodes; 1.4 to 3.8 were measured"
+    bits = "with +delta, bits of a weight that crosses between nodes; 1.0 to 3.4 were measured"
     add.value("--delta-bits", _bits, "BITS", bits, default=DELTA_BITS)
     attention = "attention: fused, or as separate matrix products"
     add.choice("--attention", ("sdpa", "eager"), attention, default="sdpa")

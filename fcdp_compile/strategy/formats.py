@@ -45,7 +45,7 @@ class Format(Enum):
         return self in (Format.FULL, Format.DELTA)
 
 
-DELTA_BITS = 2.1
+DELTA_BITS = 1.9
 """Bits of a difference in bf16: AdamW, fine-tuning with a learning rate of 5e-5 (docs/benchmarks/bits.md)."""
 
 DIFFERENCE_SCRATCH_BYTES = 12

@@ -25,6 +25,7 @@ class ModelBuckets:
         self.transport = transport
         self._caches: dict[int, BucketCache] = {}  # by the number of a planned bucket
         self._planned: dict[str, dict[int, BoundBucket]] = {}  # as the latest plan binds them
+        self._differing: dict[int, BoundBucket] = {}  # those whose format is `delta`
         self._run: dict[int, BoundBucket] = {}  # as the plan that ran last with each binds them
         self._alone: dict[tuple[str, torch.dtype, bool], BoundBucket] = {}
 
@@ -35,6 +36,8 @@ class ModelBuckets:
             if bucket.id not in self._caches:
                 self._caches[bucket.id] = BucketCache(bucket, self.transport)
             made = bound[bucket.id] = self._bind(bucket, placement, self._caches[bucket.id])
+            if bucket.wire is Format.DELTA:
+                self._differing[bucket.id] = made
             for key in made.keys:
                 self._planned.setdefault(key, {})[bucket.id] = made
         return bound
@@ -80,12 +83,7 @@ class ModelBuckets:
 
     def differing(self) -> list[BoundBucket]:
         """The buckets of which differences may be sent: all ranks have stored copies of them."""
-        latest = {i: b for bound in self._planned.values() for i, b in bound.items()}
-        return [
-            latest[i]
-            for i, cache in sorted(self._caches.items())
-            if latest[i].bucket.wire is Format.DELTA and cache.stored
-        ]
+        return [bucket for _, bucket in sorted(self._differing.items()) if bucket.cache.stored]
 
     def caches(self) -> list[BucketCache]:
         """The caches of all buckets."""

@@ -12,8 +12,8 @@ Else it says 2^b - 1, and the next stage takes z - (2^b - 1); the last stage tak
     1 bit for each | 2 for each z >= 1 | 4 for each z >= 4 | 8 for each z >= 19 | 16 for each z >= 274
 
 So an unchanged value takes one bit, and a value that moved to a neighbour takes three.  In bf16, a small
-Llama in fine-tuning with AdamW needs 1.4 bits a value at a learning rate of 1e-5, 2.1 at 5e-5 and 3.8 at
-3e-4; other stages gain at most 2 % (docs/benchmarks/bits.md).  NaN and infinities are bits like others.
+Llama in fine-tuning with AdamW needs 1.3 bits a value at a learning rate of 1e-5, 1.9 at 5e-5 and 3.4 at
+3e-4 (docs/benchmarks/bits.md, also about other stages).  NaN and infinities are bits like others.
 
 Receivers must know how many values each stage has.  Ranks agree on it before (`runtime.buckets.references`),
 so all messages of a bucket have one size; a rank with fewer values in a stage fills it with zeros.
@@ -108,7 +108,7 @@ def _order(bits: Tensor) -> Tensor:
 
 
 def _folded(new: Tensor, old: Tensor) -> Tensor:
-    """Z + `_ZERO` for each value, int16."""
+    """The z of each value, plus `_ZERO`: int16."""
     difference = _order(new.view(torch.int16)).sub_(_order(old.view(torch.int16)))
     sign = difference >> 15
     return difference.bitwise_left_shift_(1).bitwise_xor_(sign).bitwise_xor_(_ZERO)

@@ -179,7 +179,6 @@ MORE: dict[str, Callable[[Twins], None]] = {
 NOT_FOR_TWINS = {
     "_local_tensor on one rank",
     "to_local() on one rank",
-    "in place, foreach",
 }
 
 
