@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.reporting.rows import Cell, ResultRow, read_rows
 from benchmarks.systems.model import make_model
+from benchmarks.systems.names import BY_NAME
 from benchmarks.systems.shape import Shape
 from benchmarks.systems.train_fcdp import STRATEGIES
 from fcdp_compile.cluster.profile import ClusterProfile, read_profile
@@ -64,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=Path, default=FOLDER / "rows.json")
     parser.add_argument("--profile", type=Path, default=FOLDER / "cluster-2x2-1gbit.json")
     options = parser.parse_args(argv)
-    rows = [r for r in read_rows(options.rows) if r.system in STRATEGIES]
+    in_fp32 = {name for name in STRATEGIES if not BY_NAME[name].in_bf16}  # as the profile's compute
+    rows = [r for r in read_rows(options.rows) if r.system in in_fp32]
     profile = read_profile(options.profile)
     print(_report(_predictions(rows, profile), profile))
 

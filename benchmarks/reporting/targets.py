@@ -10,8 +10,9 @@ from benchmarks.reporting.summary import Summary
 from benchmarks.systems.names import BY_NAME, SYSTEMS, ShardedOver
 
 OURS = "fcdp"
-_FSDP2_AND_DEEPSPEED = [s.name for s in SYSTEMS if s.name.startswith(("fsdp2", "ds-"))]
-_EQUAL_MEMORY = [s.name for s in SYSTEMS if s.state is ShardedOver.GLOBAL and not s.is_ours]
+_PEERS = [s for s in SYSTEMS if not s.is_ours and not s.in_bf16]
+_FSDP2_AND_DEEPSPEED = [s.name for s in _PEERS if s.name.startswith(("fsdp2", "ds-"))]
+_EQUAL_MEMORY = [s.name for s in _PEERS if s.state is ShardedOver.GLOBAL]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,7 @@ def all_cells(
         for system in SYSTEMS
         if system.name in systems
         for mode in modes
+        if mode in system.modes
         for accumulation in accumulations
         if accumulation > 1 or not system.accumulating_only
         for network in networks

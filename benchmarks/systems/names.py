@@ -46,6 +46,7 @@ class System:
     is_ours: fcdp, not a peer.
     accumulating_only: the system differs from another system only when gradients accumulate.
     is_twin: the system sends as much as another system; its cells are left out first if time is short.
+    modes: the modes in which it is measured.  in_bf16: it gathers, computes and reduces in bf16, not fp32.
     loss_tolerance: how much its losses may differ from the reference's, relative.
     compile_s: rough time that compilation adds to the first step, on two cores.
     """
@@ -59,6 +60,8 @@ class System:
     is_ours: bool = False
     accumulating_only: bool = False
     is_twin: bool = False
+    modes: tuple[str, ...] = ("lora", "full")
+    in_bf16: bool = False
     compile_s: float = 0.0
     loss_tolerance: float = 1e-4
 
@@ -80,6 +83,13 @@ _FCDP = System(
 def _fcdp(name: str, title: str, about: str, **changes: Any) -> System:
     """Fcdp in another way; `changes` are fields in which it differs from "fcdp"."""
     return replace(_FCDP, name=name, title=title, about=about, **changes)
+
+
+_IN_BF16: dict[str, Any] = {"in_bf16": True, "modes": ("full",), "loss_tolerance": 2e-3}
+
+
+def _torch_bf16(**fields: Any) -> System:
+    return System(family="train_torch", **(_IN_BF16 | fields))
 
 
 SYSTEMS: tuple[System, ...] = (
@@ -191,6 +201,50 @@ SYSTEMS: tuple[System, ...] = (
         traffic=_FSDP2,
         is_twin=True,
         compile_s=60.0,
+    ),
+    _fcdp(
+        name="fcdp-bf16",
+        title="fcdp, bf16",
+        about="`fcdp_compile.shard(param_dtype=torch.bfloat16)`: gathers, compute and reductions in bf16",
+        traffic=ExpectedBytes(step_t=0.5),
+        **_IN_BF16,
+    ),
+    _fcdp(
+        name="fcdp-delta",
+        title="fcdp, bf16, exact differences",
+        about='the same with `strategy="fcdp+delta"`',
+        traffic=ExpectedBytes(step_t=0.35),
+        **_IN_BF16,
+    ),
+    _fcdp(
+        name="fcdp-delta-g4",
+        title="fcdp, bf16, exact differences, 4 bits",
+        about='the same with `strategy="fcdp+delta+g4"`; its losses may differ by 2 %',
+        traffic=ExpectedBytes(step_t=0.17),
+        **(_IN_BF16 | {"loss_tolerance": 2e-2}),
+    ),
+    _torch_bf16(
+        name="fsdp2-bf16",
+        title="FSDP2, bf16",
+        about="`fully_shard(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))`",
+        state=ShardedOver.GLOBAL,
+        traffic=ExpectedBytes(micro_w=0.75, micro_t=0.75),
+    ),
+    _torch_bf16(
+        name="ddp-bf16",
+        title="DDP, bf16 gradients",
+        about="DistributedDataParallel under `torch.autocast`, with `bf16_compress_hook`",
+        state=ShardedOver.NONE,
+        traffic=ExpectedBytes(step_t=0.75),
+    ),
+    _torch_bf16(
+        name="ddp-powersgd",
+        title="DDP, PowerSGD",
+        about="DistributedDataParallel under `torch.autocast`, with `powerSGD_hook` of rank 4 from the third "
+        "step on; its losses may differ by 5 %",
+        state=ShardedOver.NONE,
+        traffic=ExpectedBytes(step_t=0.1),
+        loss_tolerance=5e-2,
     ),
 )
 

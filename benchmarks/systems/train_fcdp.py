@@ -11,12 +11,16 @@ from torch import nn
 
 import fcdp_compile
 from benchmarks.systems.model import Gpt
+from benchmarks.systems.names import BY_NAME
 from benchmarks.systems.train_torch import TorchTrainer, make_adamw, make_muon
 from benchmarks.systems.trainer import HostMemoryUse, RankOfNodes
 from fcdp_compile.core.sharding.shard import state_of
 
 STRATEGIES = {
     "fcdp": "fcdp",
+    "fcdp-bf16": "fcdp",
+    "fcdp-delta": "fcdp+delta",
+    "fcdp-delta-g4": "fcdp+delta+g4",
     "fcdp-mics": "mics",
     "fcdp-muon": "fcdp+matrix",
     "fcdp-w8g4": "fcdp+w8+g4",
@@ -68,6 +72,7 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> FcdpTrainer:
         model,
         mesh,
         strategy=STRATEGIES.get(name, "fcdp"),
+        param_dtype=torch.bfloat16 if BY_NAME[name].in_bf16 else None,
         offload_params=name == "fcdp-params-host",
         layers="shared" if name == "fcdp-layers" else "inline",
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,6 +73,22 @@ class DdpTrainer(TorchTrainer):
         return nullcontext() if is_last else self.model.no_sync()
 
 
+class Bf16DdpTrainer(DdpTrainer):
+    """Computes in bf16, keeps fp32 parameters and compresses gradients by a hook of DDP."""
+
+    def __init__(
+        self, model: DistributedDataParallel, hook: Callable[..., Any], state: Any
+    ) -> None:
+        model.register_comm_hook(state, hook)
+        super().__init__(model, list(model.parameters()))
+
+    def accumulating(self, *, is_last: bool) -> AbstractContextManager[None]:
+        stack = ExitStack()
+        stack.enter_context(super().accumulating(is_last=is_last))
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+        return stack
+
+
 class HsdpTrainer(TorchTrainer):
     """Reduces gradients within the node in every micro-batch, between nodes in the last."""
 
@@ -112,6 +131,11 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> TorchTrainer:
     """Wrap the model in the named system."""
     if name == "ddp":
         return DdpTrainer(DistributedDataParallel(model), list(model.parameters()))
+    if name == "ddp-bf16":
+        return Bf16DdpTrainer(DistributedDataParallel(model), bf16_compress_hook, None)
+    if name == "ddp-powersgd":
+        state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        return Bf16DdpTrainer(DistributedDataParallel(model), powerSGD_hook, state)
     if name == "hsdp":
         shape = (place.nodes, place.ranks_per_node)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
@@ -126,8 +150,12 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> TorchTrainer:
         for block in model.blocks:
             block.compile()
     if name == "fsdp2-offload":
-        policy = CPUOffloadPolicy(pin_memory=False)
-        return OffloadTrainer(_shard_blocks(model, mesh, offload_policy=policy))
+        offloaded = CPUOffloadPolicy(pin_memory=False)
+        return OffloadTrainer(_shard_blocks(model, mesh, offload_policy=offloaded))
+    if name == "fsdp2-bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        sharded = _shard_blocks(model, mesh, mp_policy=policy)
+        return TorchTrainer(sharded, list(sharded.parameters()))
     sharded = _shard_blocks(model, mesh)
     if name == "fsdp2-muon":
         return TorchTrainer(sharded, [], make_muon(torch.optim.Muon, model))

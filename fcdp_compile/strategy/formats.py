@@ -4,13 +4,14 @@
 A row has the slots of some parameters one after the other.  Each slot is cut in blocks; its last block may be
 shorter.  So no parameter is rounded to the scale of another, and a parameter has the same values whichever
 parameters are sent with it.  A block has one scale, its largest magnitude divided by the largest level, and
-each value is the nearest level times the scale.  Levels are whole numbers, or the entries of a code book.
+each value is the nearest level times the scale.  Levels are whole numbers, the entries of a code book, or
+curved whole numbers k (|k| + n) / 2 n^2, from -1 to 1: denser near zero, as gradients are.
 
     | scales: one a block | levels: 1 byte a value, or two values in a byte |
 
     int8   whole levels -127 to 127   blocks of 256 values   scales in fp32
-    int4   whole levels -7 to 7       blocks of 256 values   scales in fp32
-    nf4    16 quantiles of a normal   blocks of 64 values    scales in bf16: exact, if the values are bf16
+    int4   curved, k from -7 to 7     blocks of 64 values    scales in bf16: exact, if the values are bf16
+    nf4    16 quantiles of a normal   blocks of 64 values    scales in bf16
            distribution, -1 to 1
 
 [Note: differences]
@@ -57,15 +58,21 @@ class Coding:
     """How a format quantises.
 
     bits: of a value, without its block's scale; 4 or 8 (`runtime.collectives.quantize`).  block: values that
-    share a scale.  scale_bytes: 4 (fp32) or 2 (bf16).  largest: the largest level.  book: the levels from the
-    lowest to the highest, if they are not whole numbers.
+    share a scale.  scale_bytes: 4 (fp32) or 2 (bf16).  steps: levels above zero, if they have no code book.
+    is_curved: whether level k is k (|k| + steps) / 2 steps^2, not k.  book: the levels from the lowest to the highest.
     """
 
     bits: int
     block: int
     scale_bytes: int
-    largest: int
+    steps: int = 1
+    is_curved: bool = False
     book: tuple[float, ...] = ()
+
+    @property
+    def largest(self) -> int:
+        """The largest level."""
+        return 1 if self.is_curved else self.steps
 
     @property
     def value_bytes(self) -> Fraction:
@@ -81,9 +88,9 @@ _NF4 = (
 )
 
 CODINGS = {
-    Format.INT8: Coding(bits=8, block=256, scale_bytes=4, largest=127),
-    Format.INT4: Coding(bits=4, block=256, scale_bytes=4, largest=7),
-    Format.NF4: Coding(bits=4, block=64, scale_bytes=2, largest=1, book=_NF4),
+    Format.INT8: Coding(bits=8, block=256, scale_bytes=4, steps=127),
+    Format.INT4: Coding(bits=4, block=64, scale_bytes=2, steps=7, is_curved=True),
+    Format.NF4: Coding(bits=4, block=64, scale_bytes=2, book=_NF4),
 }
 """The formats that quantise."""
 

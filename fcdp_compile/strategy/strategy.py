@@ -371,7 +371,7 @@ MODIFIERS: dict[str, dict[str, Format | Algorithm | bool]] = {
     "matrix": {"whole_matrices": True},
     "offload": {"offloads": True},
 }
-"""The modifiers of a preset's name; w8 is ZeRO++'s qwZ, g8 and g4 are its qgZ, c4 is QLoRA's code book.
+"""The modifiers of a preset's name; w8 is ZeRO++'s qwZ, g8 is its qgZ, g4 too with other levels, c4 is NF4.
 
 delta: trainable weights of 16 bits are sent as exact differences (`formats` [Note: differences])."""
 

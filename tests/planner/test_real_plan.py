@@ -128,7 +128,7 @@ def test_they_are_the_same(trial: Trial, real: dict[str, list[Plan]]) -> None:
         for my_part, their_part in zip(mine.schedules, theirs.schedules, strict=True):
             assert _moves(my_part, exactly=exactly) == _moves(their_part, exactly=exactly)
         assert (mine.peak_bytes == theirs.peak_bytes) or not exactly
-        assert mine.memory_limit_bytes == theirs.memory_limit_bytes
+        assert (mine.memory_limit_bytes == theirs.memory_limit_bytes) or not exactly
         assert mine.digest() == theirs.digest()
 
 

@@ -28,6 +28,14 @@ BLOCK = 256  # a whole number of blocks of each format
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
+def levels_of(wire: Format) -> list[float]:
+    """The levels of a format, as multiples of a scale, from the lowest to the highest."""
+    coding = CODINGS[wire]
+    whole = range(-coding.steps, coding.steps + 1)
+    curved = [k * (abs(k) + coding.steps) / (2 * coding.steps**2) for k in whole]
+    return list(coding.book or (curved if coding.is_curved else whole))
+
+
 def there_and_back(values: Tensor, wire: Format, slots: list[int]) -> Tensor:
     codec = Codec(wire, slots)
     sent = codec.encode(values)
@@ -53,10 +61,10 @@ def test_the_error_is_within_the_documented_bound(
     values = ((torch.rand(rows, sum(slots), generator=made) * 2 - 1) * magnitude).to(dtype)
     found = there_and_back(values, wire, slots)
     coding = CODINGS[wire]
-    part = 1 / (2 * coding.largest) * (1 + 1e-6)
-    if coding.book:
-        part = max(b - a for a, b in itertools.pairwise(coding.book)) / 2 * (1 + 2.0**-8)
-        assert part < 0.153
+    gap = max(b - a for a, b in itertools.pairwise(levels_of(wire)))
+    part = gap / 2 / coding.largest + coding.is_curved / (8 * coding.steps**2)
+    part *= 1 + (1e-6 if coding.scale_bytes == 4 else 2.0**-8)
+    assert part < {Format.INT8: 0.004, Format.INT4: 0.108, Format.NF4: 0.153}[wire]
     unit = torch.finfo(dtype if dtype != torch.float64 else torch.float32).eps
     for row, back in zip(values.double(), found.double(), strict=True):
         for slot, other in zip(row.split(slots), back.split(slots), strict=True):
@@ -71,10 +79,7 @@ def test_the_error_is_within_the_documented_bound(
 @pytest.mark.parametrize("slots", [[2 * BLOCK], [BLOCK - 1, BLOCK + 1]])
 def test_what_is_exact(wire: Format, slots: list[int]) -> None:
     """Zeros, and values on the quantisation levels, also in a block with large values."""
-    coding = CODINGS[wire]
-    levels = torch.tensor(
-        coding.book or range(-coding.largest, coding.largest + 1), dtype=torch.float32
-    )
+    levels = torch.tensor(levels_of(wire), dtype=torch.float32)
     values = torch.zeros(2, 2 * BLOCK)
     values[0, : len(levels)] = levels * 0.5
     values[1, slots[0] % (2 * BLOCK) :][: len(levels)] = levels * 2.0**100
@@ -101,6 +106,16 @@ def test_the_largest_numbers_stay_finite(wire: Format, dtype: torch.dtype) -> No
     largest = torch.finfo(dtype).max
     values = torch.tensor([[largest, -largest, 0.0]], dtype=dtype)
     torch.testing.assert_close(there_and_back(values, wire, [3]), values, rtol=2.0**-6, atol=0)
+
+
+@given(st.floats(-1, 1, width=32))
+def test_int4_takes_the_nearest_level(value: float) -> None:
+    """Of the levels that the denser ones near zero are; next to a border, either of two."""
+    values = torch.zeros(1, 64)
+    values[0, :2] = torch.tensor([1.0, value])
+    found = there_and_back(values, Format.INT4, [64])[0, 1].item()
+    errors = [abs(value - level) for level in levels_of(Format.INT4)]
+    assert abs(value - found) == pytest.approx(min(errors), abs=2 / (8 * 7**2) + 1e-6)
 
 
 def test_the_code_book_of_nf4_has_quantiles_of_a_normal_distribution() -> None:
@@ -146,11 +161,11 @@ def test_rows_and_parameters_are_independent(wire: Format) -> None:
     [
         (Format.FULL, [10], 20),
         (Format.INT8, [10], 4 + 10),
-        (Format.INT4, [11], 4 + 6),
+        (Format.INT4, [11], 2 + 6),
         (Format.INT8, [256], 4 + 256),
-        (Format.INT4, [257], 8 + 129),
+        (Format.INT4, [257], 10 + 129),
         (Format.INT8, [100, 256, 3], 12 + 359),
-        (Format.INT4, [1, 0, 2], 8 + 2),
+        (Format.INT4, [1, 0, 2], 4 + 2),
         (Format.INT8, [0], 0),
         (Format.NF4, [64 * 32], 17 * 64),
         (Format.NF4, [65, 3], 6 + 34),
