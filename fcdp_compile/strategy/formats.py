@@ -59,7 +59,8 @@ class Coding:
 
     bits: of a value, without its block's scale; 4 or 8 (`runtime.collectives.quantize`).  block: values that
     share a scale.  scale_bytes: 4 (fp32) or 2 (bf16).  steps: levels above zero, if they have no code book.
-    is_curved: whether level k is k (|k| + steps) / 2 steps^2, not k.  book: the levels from the lowest to the highest.
+    is_curved: whether level k is k (|k| + steps) / 2 steps^2, not k.  book: the levels from the lowest to the
+    highest.
     """
 
     bits: int

@@ -2,8 +2,8 @@
 
 The error of a value in a block whose largest magnitude is m:
 
-    |decode(encode(x)) - x| <= m / (2 * 127) with int8, 0.108 m with int4, 0.153 m with nf4 (half of the widest
-    gap between two levels, and the rounding of m to bf16), and half a unit of the dtype
+    |decode(encode(x)) - x| <= m / (2 * 127) with int8, 0.108 m with int4, 0.153 m with nf4 (half of the
+    widest gap between two levels, and the rounding of m to bf16), and half a unit of the dtype
 
 A block of zeros stays zeros.  A block with an infinity or NaN has no finite value left, so that code that
 looks for overflow (a gradient scaler) finds it.
