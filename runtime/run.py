@@ -123,10 +123,14 @@ class CompiledPlan:
 
     @contextmanager
     def _told(self, model: ShardedModel, direction: Direction) -> Iterator[None]:
-        """Within it, errors name the pass and the step."""
+        """Within it, errors name the pass and the step; the next forward tells all ranks that one failed."""
         model.collectives.during = partial(self._tell, direction, model.counters.steps + 1)
         try:
             yield
+        except BaseException:
+            model.seams.fail()
+            model.references.fail()
+            raise
         finally:
             model.collectives.during = told_alone
 

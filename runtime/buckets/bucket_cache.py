@@ -100,6 +100,7 @@ class BucketCache:
         self._copy: _Copy | None = None
         self._slab: Tensor | None = None  # host memory for its copies, also while it has none
         self.stored = 0  # how many node shards were
+        self.is_wrong: Tensor | None = None  # of the last one (`Pending`)
         self.agreed: Agreed | None = None  # how the next gather between nodes sends differences
 
     def _becomes(self, change: Mapping[_Where, _Where]) -> None:
@@ -189,6 +190,7 @@ class BucketCache:
         copy = self._copy
         uses = 1 + (copy.uses if copy is not None and copy.generation == generation else 0)
         self.stored += 1
+        self.is_wrong = node_shard.is_wrong if isinstance(node_shard, Pending) else None
         return self._keep(self._tier_now(tier), node_shard, generation, uses, self.stored)
 
     def _keep(

@@ -12,6 +12,9 @@ of each bucket, whoever starts it: a graph, a refresh, or the program before (`s
 before that, the rank where they do notices it at the check before the gather, and all ranks agree again.
 What started early is dropped then: it has the generation of the agreement, which is no longer the bucket's.
 
+Each message has a checksum of the new values.  If a copy is not what was sent, all ranks learn it in the next
+agreement, and raise an error.
+
 After an error in a program no differences are taken from the copies that there are: on one rank, they may
 lack what others have stored.
 """
@@ -23,6 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.runtime.buckets.bound_bucket import BoundBucket
 from fcdp_compile.runtime.buckets.bucket_cache import Agreed
 from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
@@ -62,7 +66,10 @@ class References:
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Agree on how each bucket is sent next; every rank must call it."""
+        """Agree on how each bucket is sent next; every rank must call it.
+
+        Raises: FcdpError on every rank if the last differences were added to other values than they are of.
+        """
         self._agreed_at = self._generations.now
         has_failed, self._has_failed = self._has_failed, False
         buckets = self.buckets
@@ -78,30 +85,45 @@ class References:
         if not buckets:
             return
         numbers = [0 if not b.is_at_home else b.cache.number for b in buckets]
-        changed = _counts(buckets, numbers)
+        found = _found(buckets, numbers)
         words = [
             word
-            for number, count in zip(numbers, changed, strict=True)
-            for word in (number, -number, *count)
+            for number, own in zip(numbers, found, strict=True)
+            for word in (number, -number, *own)
         ]
         told = self._collectives.tell(words, what, torch.maximum).finish()
         size = len(words) // len(buckets)
         for i, bucket in enumerate(buckets):
-            most, least, *count = told[i * size : (i + 1) * size]
+            most, least, is_wrong, *count = told[i * size : (i + 1) * size]
+            if is_wrong:
+                self._refuse(buckets, bucket)
             cache = bucket.cache
             cache.stored = max(cache.stored, most)  # the next copies have one number again
             code = choose(bucket.bucket.slot_elements, count) if 0 < most == -least else None
             if code is not None:
                 cache.agreed = Agreed(code, bucket.generation, most)
 
+    def _refuse(self, buckets: Sequence[BoundBucket], wrong: BoundBucket) -> None:
+        for bucket in buckets:
+            bucket.cache.agreed = None
+            bucket.cache.unnumber()
+        raise FcdpError(
+            f"the copy of bucket {wrong.id} ({wrong.records[0].spec.name}, …) on some rank is not what was "
+            "sent, so the last step computed with wrong weights; go back to a checkpoint, and look for "
+            "damaged memory, or report a bug in fcdp"
+        )
 
-def _counts(buckets: Sequence[BoundBucket], numbers: Sequence[int]) -> list[list[int]]:
-    """For each bucket with a number, the counts of this rank's values that differ from its copy."""
-    nothing = [0] * STAGES_COUNTED
+
+def _found(buckets: Sequence[BoundBucket], numbers: Sequence[int]) -> list[list[int]]:
+    """For each bucket with a number, whether its copy is wrong, and how many of this rank's values differ."""
+    nothing = [0] * (1 + STAGES_COUNTED)
     found = {}
     for i, (bucket, number) in enumerate(zip(buckets, numbers, strict=True)):
         if number and bucket.cache.generation != bucket.generation:
             old = bucket.cache.own_slot(bucket.home).wait()
-            found[i] = counts(bucket.packed().to(old.device, non_blocking=True), old)
+            is_wrong, new = bucket.cache.is_wrong, bucket.packed()
+            changed = counts(new.to(old.device, non_blocking=True), old)
+            wrong = changed.new_zeros(1) if is_wrong is None else is_wrong.to(changed.dtype)
+            found[i] = torch.cat([wrong, changed])
     rows = dict(zip(found, read(torch.stack(list(found.values()))) if found else [], strict=True))
     return [rows.get(i, nothing) for i in range(len(buckets))]

@@ -33,6 +33,7 @@ def gather_encoded(
 def gather_differences(
     out: Tensor,
     encoded: Tensor,
+    is_wrong: Tensor,
     send: Tensor,
     before: Tensor,
     code: Code,
@@ -41,15 +42,19 @@ def gather_differences(
 ) -> Begun | None:
     """[n] of every rank -> [size*n]; differences from `before` [size*n] are sent, [bytes] of each rank.
 
-    node: of this rank, whose own part is not decoded.
+    is_wrong: gets whether any part is, bool [1].  node: of this rank, whose own part is not decoded.
     """
     old = before.view(channel.size, -1)
     left = channel.all_gather(encoded, code.encode(send, old[node]))
 
     def decode() -> None:
         rows, codes = out.view(old.shape), encoded.view(channel.size, -1)
+        rows[node] = send
+        is_wrong.zero_()
         for i in range(channel.size):
-            rows[i] = send if i == node else code.decode(codes[i], old[i])
+            if i != node:
+                rows[i], is_other = code.decode(codes[i], old[i])
+                is_wrong.logical_or_(is_other)
 
     return now_or_later(decode, left)
 

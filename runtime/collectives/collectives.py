@@ -144,7 +144,7 @@ class Collectives:
         """Start an all-gather between nodes of differences: the same result as `all_gather`.
 
         before: an earlier result, with equal bits on all ranks.  code: the same on all ranks, with room for
-        the differences of each.
+        the differences of each.  The result's `is_wrong` tells if that was not so.
         """
         size = self.group_size(kind)
         send = _contiguous(send)
@@ -152,8 +152,11 @@ class Collectives:
         self.counters.add(kind, (size - 1) * code.bytes)
         out = _empty(own, size * own.numel())
         encoded = _empty(own, size * code.bytes, torch.uint8)
-        body = partial(gather_differences, out, encoded, own, before.tensor, code, self.node)
-        return self._start(kind, body, out, [send, encoded, before], name)
+        wrong = _empty(own, 1, torch.bool)
+        body = partial(gather_differences, out, encoded, wrong, own, before.tensor, code, self.node)
+        pending = self._start(kind, body, out, [send, encoded, wrong, before], name)
+        pending.is_wrong = wrong
+        return pending
 
     def own_all_gather(
         self, kind: Kind, send: Tensor | Pending, name: str, *, codec: Codec | None = None

@@ -15,6 +15,8 @@ So an unchanged value takes one bit, and a value that moved to a neighbour takes
 Llama in fine-tuning with AdamW needs 1.3 bits a value at a learning rate of 1e-5, 1.9 at 5e-5 and 3.4 at
 3e-4 (docs/benchmarks/bits.md, also about other stages).  NaN and infinities are bits like others.
 
+A message ends with a checksum of the new values: whoever adds a difference to another copy notices it.
+
 Receivers must know how many values each stage has.  Ranks agree on it before (`runtime.buckets.references`),
 so all messages of a bucket have one size; a rank with fewer values in a stage fills it with zeros.
 """
@@ -70,7 +72,7 @@ class Code:
     @property
     def bytes(self) -> int:
         """Bytes of an encoded difference."""
-        return sum(self._sizes)
+        return sum(self._sizes) + _CHECKSUM_BYTES
 
     def encode(self, new: Tensor, old: Tensor) -> Tensor:
         """The difference of values [n] from old values [n]: uint8 [bytes]."""
@@ -82,15 +84,15 @@ class Code:
             at = torch.nonzero_static(goes_on, size=room, fill_value=0).view(-1)
             is_used = torch.arange(room, device=z.device) < torch.count_nonzero(goes_on)
             z = torch.where(is_used, z[at] - (2**bits - 1), _ZERO)
-        parts.append(z.view(torch.uint8))
+        parts += [z.view(torch.uint8), _checksum(new).view(torch.uint8)]
         return torch.cat(parts)
 
-    def decode(self, code: Tensor, old: Tensor) -> Tensor:
-        """Undo `encode`: uint8 [bytes] and the old values [n] -> the new values [n].
+    def decode(self, code: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo `encode`: uint8 [bytes], old values [n] -> new values [n]; and whether they are wrong, bool [1].
 
-        If the rooms were too small, some are wrong: such values are dropped (`references`), not refused here.
+        They are wrong if the old values were others, or the rooms too small.
         """
-        *parts, last = code.split(self._sizes)
+        *parts, last, checksum = code.split([*self._sizes, _CHECKSUM_BYTES])
         z = last.clone().view(torch.int16)
         for bits, room, part in reversed(list(zip(_STAGES, self.rooms, parts, strict=False))):
             said = _unpack(part, bits)[:room]
@@ -99,7 +101,19 @@ class Code:
             z = here.masked_scatter_(said == 2**bits - 1, left)
         z ^= _ZERO
         difference = ((z >> 1) & 0x7FFF) ^ -(z & 1)
-        return _order(difference.add_(_order(old.view(torch.int16)))).view(old.dtype)
+        new = _order(difference.add_(_order(old.view(torch.int16)))).view(old.dtype)
+        return new, _checksum(new) != checksum.clone().view(torch.int64)
+
+
+_CHECKSUM_BYTES = 8
+
+
+def _checksum(values: Tensor) -> Tensor:
+    """A number that depends on each value and on its place: int64 [1]."""
+    words = values.new_zeros(-(-len(values) // 4) * 4)
+    words[: len(values)] = values
+    weights = torch.arange(1, len(words) // 2, 2, device=values.device)  # odd, so no bit is lost
+    return (words.view(torch.int64) * weights).sum(0, keepdim=True)
 
 
 def _order(bits: Tensor) -> Tensor:

@@ -34,9 +34,10 @@ class Pending:
 
     is_full: whether a loaded bucket is the whole bucket [G*S], not its node shard [N*S].
     encoded: the same values as they were sent, if that was in another format.
+    is_wrong: whether they are not what was sent, bool [1]; None if that cannot be.
     """
 
-    __slots__ = ("_is_waited", "done", "encoded", "is_full", "tensor")
+    __slots__ = ("_is_waited", "done", "encoded", "is_full", "is_wrong", "tensor")
 
     def __init__(
         self,
@@ -45,11 +46,13 @@ class Pending:
         done: Done | None = None,
         is_full: bool = False,
         encoded: Tensor | None = None,
+        is_wrong: Tensor | None = None,
     ) -> None:
         self.tensor = tensor
         self.done = done
         self.is_full = is_full
         self.encoded = encoded
+        self.is_wrong = is_wrong
         self._is_waited = False
 
     def wait(self) -> Tensor:
@@ -66,7 +69,13 @@ def passed_on(value: Tensor | Pending) -> Pending:
     """The result of a step that changes nothing; callers may wait for both it and `value`."""
     if isinstance(value, Tensor):
         return Pending(value)
-    return Pending(value.tensor, done=value.done, is_full=value.is_full, encoded=value.encoded)
+    return Pending(
+        value.tensor,
+        done=value.done,
+        is_full=value.is_full,
+        encoded=value.encoded,
+        is_wrong=value.is_wrong,
+    )
 
 
 Run = Callable[[], object]

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
+from fcdp_compile.errors import FcdpError
 from fcdp_compile.strategy.formats import Format
 from tests.distributed.beside import Beside, named
 from tests.distributed.models import CASES, Case
@@ -221,6 +222,34 @@ def test_every_change(strategy: str) -> None:
         )
 
 
+# --- a damaged copy ---------------------------------------------------------------------------------------
+
+
+def _damaged(mesh: DeviceMesh) -> None:
+    """One value of one rank's copy flips a bit: wrong weights are computed with once, and then noticed."""
+    pair = Twins(mesh, "fcdp")
+    pair.train(3)
+    pair.losses(0)
+    if pair.rank == 0:
+        _copies(pair.model)[0].view(torch.int16)[-1] ^= 8
+    for seed in range(2):  # the copy is valid at first; then a difference is added to it
+        pair.case.loss(pair.net, pair.data(seed)).backward()
+        pair.optimize()
+    with pytest.raises(FcdpError, match=r"bucket 0 \(.* is not what was sent"):
+        pair.case.loss(pair.net, pair.data(2))
+    with torch.no_grad():
+        for mine, other in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            mine.copy_(other)
+    pair.use(_adamw)
+    pair.train(3)
+    pair.compare_copies()
+    pair.compare_parameters()
+
+
+def test_a_damaged_copy_is_noticed() -> None:
+    run(_damaged, nodes=2, ranks_per_node=2)
+
+
 # --- between the programs of one forward ----------------------------------------------------------------
 
 
@@ -312,7 +341,8 @@ def _expected(model: nn.Module, old: dict[str, Tensor]) -> int:
         mine[0] = bucket.slot_elements  # padding never changes
         # All ranks send as much as the rank with the most values in each stage.
         most = [max(row) for row in zip(*state.collectives.agree(mine), strict=True)]
-        lengths.append(sum(math.ceil(n * b / 8) for n, b in zip(most, _STAGES, strict=True)))
+        coded = sum(math.ceil(n * b / 8) for n, b in zip(most, _STAGES, strict=True))
+        lengths.append(coded + 8)
         if bucket.wire is Format.DELTA:
             total += min(lengths)
     return total * (plan.nodes - 1)

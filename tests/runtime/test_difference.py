@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+from random import Random
 
 import pytest
 import torch
@@ -58,8 +59,25 @@ def test_every_bit_arrives(pairs: list[tuple[int, int]], dtype: torch.dtype, mor
     sent = code.encode(new, old)
     assert sent.dtype is torch.uint8
     assert sent.numel() == code.bytes
-    assert code.bytes == sum(math.ceil(n * b / 8) for n, b in zip(code.rooms, STAGES, strict=True))
-    assert same(code.decode(sent, old), new)
+    stages = zip(code.rooms, STAGES, strict=True)
+    assert code.bytes == sum(math.ceil(n * b / 8) for n, b in stages) + 8
+    found, is_wrong = code.decode(sent, old)
+    assert same(found, new)
+    assert not is_wrong
+
+
+@given(_PAIRS, st.randoms())
+def test_another_base_is_noticed(pairs: list[tuple[int, int]], random: Random) -> None:
+    """One value, or two that are exchanged, differ from those that the difference was taken of."""
+    new, old = (tensor(list(bits)) for bits in zip(*pairs, strict=True))
+    code = Code((len(pairs),) * len(STAGES))
+    sent = code.encode(new, old)
+    place, shift = random.randrange(len(pairs)), random.randrange(1, 2**16)
+    changed = old.clone()
+    changed.view(torch.int16)[place] += shift
+    exchanged = old.roll(1)
+    for other in (changed, exchanged):
+        assert code.decode(sent, other)[1] == (not same(other, old))
 
 
 @given(_PAIRS, st.integers(0, 5))
@@ -69,7 +87,9 @@ def test_too_little_room_is_no_error(pairs: list[tuple[int, int]], fits: int) ->
     code = Code((len(pairs), *sorted((fits, fits, fits // 2, 0), reverse=True)))
     sent = code.encode(new, old)
     assert sent.numel() == code.bytes
-    assert code.decode(sent, old).shape == new.shape
+    found, is_wrong = code.decode(sent, old)
+    assert found.shape == new.shape
+    assert is_wrong == (not same(found, new))
 
 
 @given(_PAIRS)
