@@ -30,6 +30,7 @@ from fcdp_compile.runtime.parameters.unset import Unset
 from fcdp_compile.runtime.progress import CompileProgress
 from fcdp_compile.runtime.seams import Seams
 from fcdp_compile.runtime.shared_batches import SharedBatches
+from fcdp_compile.strategy.formats import Format
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class ShardedModel:
         self.bound: dict[int, dict[int, BoundBucket]] = {}  # the buckets of each plan, by number
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.progress = CompileProgress(len(self.records), is_shown=is_first)
-        self._has_warned_of_given = False
+        self._has_warned_of_given = self._has_warned_of_wide = False
 
     # --- what the traced ops need (registry.Owner) -------------------------------------------------------
 
@@ -139,6 +140,22 @@ class ShardedModel:
         self.plans[plan.graph] = plan
         self.bound[plan.graph] = self.buckets.bind(plan)
         self.outside.note_graphs()
+        self._warn_of_wide(plan)
+
+    def _warn_of_wide(self, plan: Plan) -> None:
+        """Warn once of a graph whose weights are too wide for differences."""
+        wanted = [b for b in plan.buckets if b.strategy.weight_format is Format.DELTA and not b.frozen]
+        if wanted and all(b.itemsize > 2 for b in wanted) and not self._has_warned_of_wide:
+            self._has_warned_of_wide = True
+            log.warning(
+                "strategy %r sends differences of weights in bf16 and fp16, but gathers all that graph %d "
+                "trains (%r, …) in %s, as they are; use torch.autocast or shard(param_dtype=torch.bfloat16), "
+                "or leave 'delta' out",
+                wanted[0].strategy.name,
+                plan.graph,
+                wanted[0].params[0].name,
+                wanted[0].dtype,
+            )
 
     @property
     def predicted_peak_bytes(self) -> int | None:

@@ -88,9 +88,9 @@ class Code:
         return torch.cat(parts)
 
     def decode(self, code: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo `encode`: uint8 [bytes], old values [n] -> new values [n]; and whether they are wrong, bool [1].
+        """Undo `encode`: uint8 [bytes] and old values [n] -> new values [n], and bool [1]: are they wrong.
 
-        They are wrong if the old values were others, or the rooms too small.
+        They are if the old values were others, or the rooms too small.
         """
         *parts, last, checksum = code.split([*self._sizes, _CHECKSUM_BYTES])
         z = last.clone().view(torch.int16)

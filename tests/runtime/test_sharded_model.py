@@ -267,3 +267,17 @@ def test_an_optimizer_is_the_business_of_the_model_that_it_trains(
     _step(model, of_model)
     assert companion.weight.grad is None
     assert set(asked) == {state_of(model).collectives}
+
+
+@pytest.mark.parametrize(("dtype", "warnings"), [(None, 1), (torch.bfloat16, 0)])
+def test_differences_of_wide_weights_are_warned_of(
+    dtype: torch.dtype | None, warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = fcdp_compile.shard(
+        nn.Linear(8, 8), _mesh(), strategy="fcdp+delta", param_dtype=dtype
+    )
+    net: Any = torch.compile(model, backend="fcdp", options={"compute": "eager"})
+    _buckets_after(net, model)
+    with torch.no_grad():
+        net(torch.rand(3, 8))  # another graph
+    assert caplog.text.count("trains ('weight', …) in float32, as they are") == warnings
