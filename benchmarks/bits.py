@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
-from fcdp_compile.runtime.collectives.difference import choose, counts
+from fcdp_compile.runtime.collectives.difference import Code, counts
 
 RATES = (1e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 3e-4)
 STRATEGIES = ("fcdp", "fcdp+delta", "fcdp+g4", "fcdp+delta+g4")
@@ -114,8 +114,8 @@ def _densities(args: argparse.Namespace) -> Iterator[Sequence[object]]:
         moves = new.view(torch.int16).int() - old.view(torch.int16).int()
         _, seen = torch.unique(moves, return_counts=True)
         parts = seen / len(moves)
-        code = choose(len(new), counts(new, old).tolist())
-        bits = 16.0 if code is None else 8 * code.bytes / len(new)
+        code = Code((len(new), *counts(new, old).tolist()))
+        bits = min(16.0, 8 * code.bytes / len(new))
         entropy = -(parts * parts.log2()).sum().item()
         yield f"{rate:.0e}", (moves != 0).float().mean().item(), entropy, bits
 

@@ -144,7 +144,9 @@ class ShardedModel:
 
     def _warn_of_wide(self, plan: Plan) -> None:
         """Warn once of a graph whose weights are too wide for differences."""
-        wanted = [b for b in plan.buckets if b.strategy.weight_format is Format.DELTA and not b.frozen]
+        wanted = [
+            b for b in plan.buckets if b.strategy.weight_format is Format.DELTA and not b.frozen
+        ]
         if wanted and all(b.itemsize > 2 for b in wanted) and not self._has_warned_of_wide:
             self._has_warned_of_wide = True
             log.warning(

@@ -17,7 +17,7 @@ from fcdp_compile.errors import ArgumentError, did_you_mean
 from fcdp_compile.strategy.choices import Algorithm, Cache, GradientOn, Life, Scope
 from fcdp_compile.strategy.formats import Format
 
-_PLAIN = (Format.FULL, Format.FULL, Algorithm.HIERARCHICAL)
+_PLAIN = (Format.FULL, Algorithm.HIERARCHICAL)
 _FORMATS = {
     "weight_format": (Format.INT8, Format.DELTA),
     "gradient_format": (Format.INT8, Format.INT4),
@@ -153,7 +153,8 @@ class Strategy:
             raise ArgumentError(
                 f"strategy {self.name!r} keeps whole matrices on every node already; leave 'matrix' out"
             )
-        if (self.weight_format, self.gradient_format, self.algorithm) != _PLAIN:
+        is_plain = (self.gradient_format, self.algorithm) == _PLAIN
+        if not (self.weight_format.is_exact and is_plain):
             raise ArgumentError(
                 f"strategy {self.name!r} has modifiers that do not work with 'matrix'; leave one out"
             )

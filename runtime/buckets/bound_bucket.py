@@ -119,7 +119,7 @@ class BoundBucket:
         assert kind is Kind.INTER_ALL_GATHER, kind
         if (agreed := self.cache.reference(self.home)) is not None:
             code, before = agreed
-            return start.difference_all_gather(kind, part, before, code, name)
+            return start.difference_all_gather(kind, part, before, code, name, sizes=self._sizes)
         return start.all_gather(kind, part, name, codec=codec, sizes=self._sizes)
 
     def gathered(self, home: Tensor) -> list[Tensor]:

@@ -318,7 +318,8 @@ class BucketCache:
             _node_shard(copy.kept.tensor, home) if copy.tier is Tier.GPU_FULL else copy.kept.tensor
         )
         if node is not None:
-            shard = shard.view(home.nodes, -1)[node]
+            slots = self._bucket.sizes() or [self._bucket.slot_elements] * home.nodes
+            shard = shard.split(slots)[node]
         if copy.tier is Tier.HOST:
             return self._from_host(copy, shard)
         return Pending(shard, done=copy.kept.done)

@@ -32,7 +32,7 @@ from fcdp_compile.runtime.buckets.bucket_cache import Agreed
 from fcdp_compile.runtime.buckets.model_buckets import ModelBuckets
 from fcdp_compile.runtime.collectives.agreement import Question
 from fcdp_compile.runtime.collectives.collectives import Collectives
-from fcdp_compile.runtime.collectives.difference import STAGES_COUNTED, choose, counts
+from fcdp_compile.runtime.collectives.difference import STAGES_COUNTED, Code, counts
 from fcdp_compile.runtime.lanes.reads import read
 from fcdp_compile.runtime.parameters.record import Generations
 
@@ -99,8 +99,9 @@ class References:
                 self._refuse(buckets, bucket)
             cache = bucket.cache
             cache.stored = max(cache.stored, most)  # the next copies have one number again
-            code = choose(bucket.bucket.slot_elements, count) if 0 < most == -least else None
-            if code is not None:
+            sizes = bucket.bucket.sizes() or (bucket.bucket.slot_elements,)
+            code = Code((max(sizes), *count))
+            if 0 < most == -least and code.bytes < bucket.bucket.wire_bytes:
                 cache.agreed = Agreed(code, bucket.generation, most)
 
     def _refuse(self, buckets: Sequence[BoundBucket], wrong: BoundBucket) -> None:

@@ -36,24 +36,26 @@ def gather_differences(
     is_wrong: Tensor,
     send: Tensor,
     before: Tensor,
+    sizes: Sequence[int],
     code: Code,
     node: int,
     channel: Channel,
 ) -> Begun | None:
-    """[n] of every rank -> [size*n]; differences from `before` [size*n] are sent, [bytes] of each rank.
+    """[sizes[i]] of rank i -> [sum of sizes]; differences from `before` are sent, [bytes] of each rank.
 
     is_wrong: gets whether any part is, bool [1].  node: of this rank, whose own part is not decoded.
     """
-    old = before.view(channel.size, -1)
+    parts, old = out.split(list(sizes)), before.split(list(sizes))
     left = channel.all_gather(encoded, code.encode(send, old[node]))
 
     def decode() -> None:
-        rows, codes = out.view(old.shape), encoded.view(channel.size, -1)
-        rows[node] = send
+        codes = encoded.view(channel.size, -1)
+        parts[node].copy_(send)
         is_wrong.zero_()
         for i in range(channel.size):
             if i != node:
-                rows[i], is_other = code.decode(codes[i], old[i])
+                values, is_other = code.decode(codes[i], old[i])
+                parts[i].copy_(values)
                 is_wrong.logical_or_(is_other)
 
     return now_or_later(decode, left)

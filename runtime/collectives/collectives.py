@@ -139,21 +139,31 @@ class Collectives:
         return pending
 
     def difference_all_gather(
-        self, kind: Kind, send: Tensor | Pending, before: Pending, code: Code, name: str
+        self,
+        kind: Kind,
+        send: Tensor | Pending,
+        before: Pending,
+        code: Code,
+        name: str,
+        *,
+        sizes: Sequence[int] | None = None,
     ) -> Pending:
         """Start an all-gather between nodes of differences: the same result as `all_gather`.
 
         before: an earlier result, with equal bits on all ranks.  code: the same on all ranks, with room for
-        the differences of each.  The result's `is_wrong` tells if that was not so.
+        the differences of each.  The result's `is_wrong` tells if that was not so.  sizes: of `all_gather`.
         """
         size = self.group_size(kind)
         send = _contiguous(send)
         own = tensor_of(send)
         self.counters.add(kind, (size - 1) * code.bytes)
-        out = _empty(own, size * own.numel())
+        sizes = sizes or [own.numel()] * size
+        out = _empty(own, sum(sizes))
         encoded = _empty(own, size * code.bytes, torch.uint8)
         wrong = _empty(own, 1, torch.bool)
-        body = partial(gather_differences, out, encoded, wrong, own, before.tensor, code, self.node)
+        body = partial(
+            gather_differences, out, encoded, wrong, own, before.tensor, sizes, code, self.node
+        )
         pending = self._start(kind, body, out, [send, encoded, wrong, before], name)
         pending.is_wrong = wrong
         return pending

@@ -23,7 +23,6 @@ so all messages of a bucket have one size; a rank with fewer values in a stage f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,18 +49,9 @@ STAGES_COUNTED = len(_STAGES) - 1
 """How many numbers `counts` has."""
 
 
-def choose(elements: int, found: Sequence[int]) -> Code | None:
-    """The code for so many values; None if the values themselves are as short.
-
-    found: at least what `counts` says on each rank.
-    """
-    code = Code((elements, *found))
-    return code if code.bytes < 2 * elements else None
-
-
 @dataclass(frozen=True)
 class Code:
-    """A code of differences; rooms: for how many values each stage has room."""
+    """A code of differences; rooms: for how many values each stage has room, the first for all of a rank."""
 
     rooms: tuple[int, ...]
 
@@ -76,7 +66,8 @@ class Code:
 
     def encode(self, new: Tensor, old: Tensor) -> Tensor:
         """The difference of values [n] from old values [n]: uint8 [bytes]."""
-        z, parts = _folded(new, old), []
+        missing, parts = self.rooms[0] - len(new), []
+        z = torch.nn.functional.pad(_folded(new, old), (0, missing), value=_ZERO)
         for bits, room in zip(_STAGES[:-1], self.rooms[1:], strict=True):
             top = 2**bits - 1 + _ZERO
             parts.append(_pack((z.clamp(max=top) - _ZERO).to(torch.uint8), bits))
@@ -99,7 +90,7 @@ class Code:
             here = said.to(torch.int16).add_(_ZERO)
             left = torch.nn.functional.pad(z + (2**bits - 1), (0, room - len(z)))
             z = here.masked_scatter_(said == 2**bits - 1, left)
-        z ^= _ZERO
+        z = z[: len(old)] ^ _ZERO
         difference = ((z >> 1) & 0x7FFF) ^ -(z & 1)
         new = _order(difference.add_(_order(old.view(torch.int16)))).view(old.dtype)
         return new, _checksum(new) != checksum.clone().view(torch.int64)

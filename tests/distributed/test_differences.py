@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,6 +38,7 @@ class Twins(Beside):
         super().__init__(mesh, case, options=options, strategy=f"{strategy}+delta", **low)
         fcdp_compile.shard(self.plain, mesh, strategy=strategy, **low)
         self.other_net = self.compiled(self.plain)
+        self.has_matrices = "matrix" in strategy
         self.use(_adamw)
 
     def pairs(self, step: int) -> tuple[Tensor, Tensor]:
@@ -163,6 +167,44 @@ def _one_group(pair: Twins) -> None:
     pair.use(_adamw)
 
 
+def _loaded(pair: Twins) -> None:
+    """A checkpoint is saved, training goes on, and the checkpoint comes back."""
+    folders = [tempfile.mkdtemp() if pair.rank == 0 else ""]
+    dist.broadcast_object_list(folders)
+    optimizers = (pair.optimizer, pair.plain_optimizer)
+    for act in (fcdp_compile.save, fcdp_compile.load):
+        for i, (model, optimizer) in enumerate(zip(pair.both, optimizers, strict=True)):
+            act(f"{folders[0]}/{i}", model=model, optimizer=optimizer)
+        pair.train(2)
+    if pair.rank == 0:
+        shutil.rmtree(folders[0])
+
+
+def _muon(parameters: Any) -> torch.optim.Optimizer:
+    """Muon for matrices that have home nodes, or might have them; AdamW for the others."""
+    given = list(parameters)
+    hidden = [p for p in given if p.shape in ((13, 7), (7, 13))]
+    others = [p for p in given if p.shape not in ((13, 7), (7, 13))]
+    return fcdp_compile.combine(fcdp_compile.Muon(hidden, lr=0.01), _adamw(others))
+
+
+def _stepped_by_muon(pair: Twins) -> None:
+    if pair.has_matrices:
+        pair.use(_muon)
+        pair.train(2)
+        pair.use(_adamw)
+
+
+def _other_shape(pair: Twins) -> None:
+    """One rank has another batch, and compiles again."""
+    ids = pair.data(95)
+    if pair.rank == 1:
+        ids = torch.cat([ids, ids])
+    for net in (pair.net, pair.other_net):
+        pair.case.loss(net, ids).backward()
+    pair.optimize()
+
+
 MORE: dict[str, Callable[[Twins], None]] = {
     "one rank's rows": partial(_on_one_rank, change=_one_local),
     "special values": _special,
@@ -176,6 +218,9 @@ MORE: dict[str, Callable[[Twins], None]] = {
     "uncompiled": _uncompiled,
     "gathered": _saved,
     "some parameters": _one_group,
+    "checkpoint": _loaded,
+    "Muon": _stepped_by_muon,
+    "another shape on one rank": _other_shape,
 }
 NOT_FOR_TWINS = {
     "_local_tensor on one rank",
@@ -212,7 +257,7 @@ def _all_changes(mesh: DeviceMesh, strategy: str) -> dict[str, Sent]:
     return seen
 
 
-@pytest.mark.parametrize("strategy", ["fcdp", "zero2"])
+@pytest.mark.parametrize("strategy", ["fcdp", "zero2+g4", "fcdp+matrix"])
 def test_every_change(strategy: str) -> None:
     for seen in run(_all_changes, strategy, nodes=2, ranks_per_node=2):
         for name, sent in seen.items():
