@@ -1,9 +1,9 @@
-"""Train a small bf16 model on FCDP, and after each step send a rollout engine only what has changed.
+"""Train a small model on FCDP, and after each step send a rollout engine only what has changed in bf16.
 
     torchrun --standalone --nproc-per-node=4 examples/send_changes.py --nodes 2 --steps 4
 
 The engine is a process of its own, which rank 0 starts (receive_changes.py).  After each step it confirms
-that it has all of the model's bits.
+that it has all of the model's bits in bf16.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def main() -> int:
     parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=positive, help="(default: torchrun's)")
     parser.add_argument("--steps", type=positive, default=4, help="(%(default)s)")
-    parser.add_argument("--lr", type=rate, default=1e-5, help="(%(default)s)")
+    parser.add_argument("--lr", type=rate, default=1e-6, help="(%(default)s)")
     args = parser.parse_args()
     device = local_device()
     mesh = fcdp_compile.make_mesh(nodes=args.nodes)
     place = Place.find(mesh, device)
     windows = Windows.cut(base_text(seed=0, limit_bytes=MIB // 4), encode_bytes, length=SEQ_LEN)
     torch.manual_seed(0)
-    model = fcdp_compile.shard(ByteModel().bfloat16(), mesh)
+    model = fcdp_compile.shard(ByteModel(), mesh)
     compiled = torch.compile(model, backend="fcdp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     engine = start_engine() if place.rank == 0 else None
@@ -65,7 +65,7 @@ def start_engine() -> Connection:
 
 def send(model: torch.nn.Module, engine: Connection | None, step: int) -> bool:
     """Send the changes to the engine, and return whether it has the model's bits; all ranks call it."""
-    stream = fcdp_compile.stream_state(model, changes=True)
+    stream = fcdp_compile.stream_state(model, dtype=torch.bfloat16, changes=True)
     sent = 0
     for bucket in stream:  # empty where there is no engine
         if engine is not None:
@@ -78,7 +78,8 @@ def send(model: torch.nn.Module, engine: Connection | None, step: int) -> bool:
         has = engine.recv()
         stream.acknowledge()  # only now does the next stream rely on what the engine has
 
-    whole = {name: tensor for bucket in fcdp_compile.stream_state(model) for name, tensor in bucket}
+    plain_stream = fcdp_compile.stream_state(model, dtype=torch.bfloat16)
+    whole = {name: tensor for bucket in plain_stream for name, tensor in bucket}
     if engine is None:
         return True
     total = sum(tensor.nbytes for tensor in whole.values())

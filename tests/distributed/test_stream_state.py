@@ -171,6 +171,7 @@ def _refusals(mesh: DeviceMesh | None) -> None:
         (f"from 0 to {last}, not (4,)", ArgumentError, {"on": (4,)}),
         (f"from 0 to {last}, not 0", ArgumentError, {"on": 0}),
         ("a positive whole number, not 0", ArgumentError, {"bucket_bytes": 0}),
+        ("or None, not torch.int8", ArgumentError, {"dtype": torch.int8}),
         ("LlamaForCausalLM has none; use only='all'", FcdpError, {"only": "adapters"}),
     ):
         found = message_of(error, partial(stream, **options))
@@ -250,8 +251,9 @@ def _one_rank_fails(mesh: DeviceMesh) -> None:
 
 def _changes(mesh: DeviceMesh) -> None:
     """A receiver gets the few bits that AdamW changes in bf16, or whole tensors if its own are unsure."""
-    model = fcdp_compile.shard(make(llama).bfloat16(), mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    model = fcdp_compile.shard(make(llama), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    stream_bf16 = partial(fcdp_compile.stream_state, model, dtype=torch.bfloat16)
     receiver: dict[str, Tensor] = {}
 
     def take(on: int = 0, leaves: int | None = None) -> int:
@@ -259,7 +261,7 @@ def _changes(mesh: DeviceMesh) -> None:
         model(input_ids=ids(), labels=ids()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        stream = fcdp_compile.stream_state(model, on=(on,), bucket_bytes=SMALL, changes=True)
+        stream = stream_bf16(on=(on,), bucket_bytes=SMALL, changes=True)
         wholes = sent = 0
         for bucket in stream:
             if rank() == leaves:
@@ -271,7 +273,7 @@ def _changes(mesh: DeviceMesh) -> None:
                     receiver[name].view(-1)[item.indices] = item.values
                     sent += item.indices.nbytes + item.values.nbytes
         stream.acknowledge()
-        expected, _ = _taken(model, on=(on,))
+        expected = {name: tensor for bucket in stream_bf16(on=(on,)) for name, tensor in bucket}
         for name, tensor in expected.items():
             assert torch.equal(receiver[name].view(torch.int16), tensor.view(torch.int16)), name
         if rank() == on and not wholes:

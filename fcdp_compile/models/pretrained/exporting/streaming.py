@@ -77,6 +77,7 @@ def stream_state(
     only: str = ...,
     on: Collection[int] = ...,
     bucket_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
     changes: Literal[False] = ...,
 ) -> StateStream[Tensor]: ...
 
@@ -88,6 +89,7 @@ def stream_state(
     only: str = ...,
     on: Collection[int] = ...,
     bucket_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
     changes: bool,
 ) -> StateStream[Tensor | TensorChanges]: ...
 
@@ -98,6 +100,7 @@ def stream_state(
     only: str = "all",
     on: Collection[int] = (0,),
     bucket_bytes: int = 10**9,
+    dtype: torch.dtype | None = None,
     changes: bool = False,
 ) -> StateStream[Any]:
     """Yield the model's whole tensors with their names, one bucket after the other, for a rollout engine.
@@ -116,8 +119,9 @@ def stream_state(
     lack the adapter's name; "all" for every parameter and persistent buffer, for a PEFT model of the base
     with the active adapters merged into it.  The model itself stays as it is.
     on: the ranks of the mesh that ask for tensors.
-    bucket_bytes: the most bytes of a bucket.  A larger tensor is a bucket of its own, and so are larger
-    tensors that are made together, such as the experts that a model stacks.
+    bucket_bytes: the most bytes of a bucket, before the cast to `dtype`.  A larger tensor is a bucket of its
+    own, and so are larger tensors that are made together, such as the experts that a model stacks.
+    dtype: what floating tensors are cast to, such as the engine's; None: no cast.
     changes: yield `TensorChanges` instead of a tensor if they have fewer bytes and the receiver has the
     tensor of the last such stream: this rank asked for that stream too, and it was acknowledged
     (`StateStream.acknowledge`).  Otherwise the tensor is whole.  Streams without changes do not count, so do
@@ -135,27 +139,40 @@ def stream_state(
     loop while others go on.
     """
     root, state = model_of(model), state_of(model)
-    everyone = state.topology.everyone
-    given = together(
-        everyone, lambda: _checked(state, only, on, bucket_bytes, changes), ArgumentError
-    )
-    if other := first_other(given):
-        raise ArgumentError(
-            f"ranks 0 and {other} ask fcdp_compile.stream_state for different things: {given[0]} against "
-            f"{given[other]}; give every rank the same arguments"
-        )
+    _check_arguments(state, only, on, bucket_bytes, dtype, changes)
     same_act(state.collectives, "calls stream_state")
     state.unset.refuse("stream_state")
     copy = ReceiverCopy()
     kept = copy if changes else None
-    stream = _agreed(everyone, lambda: _Stream(root, state, only, on, bucket_bytes, kept))
+    stream = _agreed(
+        state.topology.everyone,
+        lambda: _Stream(root, state, only, on, bucket_bytes, dtype, kept),
+    )
     if changes:
         copy.begin(state)
     return StateStream(stream.buckets(), state, copy)
 
 
+def _check_arguments(state: ShardedModel, *given: Any) -> None:
+    """Check the arguments of `stream_state`.
+
+    Raises: ArgumentError on every rank.
+    """
+    texts = together(state.topology.everyone, lambda: _checked(state, *given), ArgumentError)
+    if other := first_other(texts):
+        raise ArgumentError(
+            f"ranks 0 and {other} ask fcdp_compile.stream_state for different things: {texts[0]} against "
+            f"{texts[other]}; give every rank the same arguments"
+        )
+
+
 def _checked(
-    state: ShardedModel, only: str, on: Collection[int], bucket_bytes: int, changes: bool
+    state: ShardedModel,
+    only: str,
+    on: Collection[int],
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+    changes: bool,
 ) -> str:
     """Return the arguments as a text, for ranks to compare.
 
@@ -168,9 +185,12 @@ def _checked(
         raise ArgumentError(f"on must hold ranks of the mesh, from 0 to {ranks - 1}, not {on!r}")
     if type(bucket_bytes) is not int or bucket_bytes < 1:
         raise ArgumentError(f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"dtype must be a floating torch.dtype or None, not {dtype!r}")
     if type(changes) is not bool:
         raise ArgumentError(f"changes must be True or False, not {changes!r}")
-    return f"only={only!r}, on={sorted(set(on))}, bucket_bytes={bucket_bytes}, changes={changes}"
+    sizes = f"on={sorted(set(on))}, bucket_bytes={bucket_bytes}"
+    return f"only={only!r}, {sizes}, dtype={dtype}, changes={changes}"
 
 
 def _agreed(everyone: dist.ProcessGroup | None, make: Callable[[], _Stream]) -> _Stream:
@@ -207,8 +227,10 @@ class _Stream:
         only: str,
         on: Collection[int],
         bucket_bytes: int,
+        dtype: torch.dtype | None,
         copy: ReceiverCopy | None,
     ) -> None:
+        self._dtype = dtype
         self._state, self._copy, everyone = state, copy, state.topology.everyone
         mine = 0 if everyone is None else dist.get_rank(everyone)
         self._values = GatheredValues(state, keeps=mine in on)
@@ -277,8 +299,12 @@ class _Stream:
         with torch.no_grad():
             tensors = self._read(self._copies.twin())
             self._copies.forget()
-            made = [(n, tensors[n].to(self._values.device).contiguous()) for n in piece.names]
+            made = [(n, self._cast(tensors[n]).contiguous()) for n in piece.names]
             return made if self._copy is None else [(n, self._copy.update(n, t)) for n, t in made]
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else None
+        return tensor.to(device=self._values.device, dtype=dtype)
 
     def _tell(self, problem: str) -> None:
         """Make the other ranks, which wait in `_agree`, raise because of this rank's problem."""
