@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from fcdp_compile.models.parallel.pipeline import PipelineStage as PipelineStage
     from fcdp_compile.models.parallel.sequence import sequence_part as sequence_part
     from fcdp_compile.models.parallel.tensor import tensor_parallel as tensor_parallel
+    from fcdp_compile.models.pretrained.exporting.changes import TensorChanges as TensorChanges
     from fcdp_compile.models.pretrained.exporting.export import save_pretrained as save_pretrained
+    from fcdp_compile.models.pretrained.exporting.streaming import StateStream as StateStream
     from fcdp_compile.models.pretrained.exporting.streaming import stream_state as stream_state
     from fcdp_compile.models.pretrained.load import load_pretrained as load_pretrained
     from fcdp_compile.optimizers.combine import combine as combine
@@ -67,7 +69,9 @@ _HOMES = {
     "PlanFormatError": "errors",
     "PlanMismatchError": "errors",
     "StaleParameterError": "errors",
+    "StateStream": "models.pretrained.exporting.streaming",
     "Strategy": "strategy.strategy",
+    "TensorChanges": "models.pretrained.exporting.changes",
     "Traffic": "tools.report",
     "UnshardedParameterError": "errors",
     "UnsynchronizedGradientError": "errors",

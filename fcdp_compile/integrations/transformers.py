@@ -67,8 +67,8 @@ _STEPS_IN_BACKWARD = (
 
 _ROLLOUTS = (
     "{} is given, with which TRL reads the weights of a sharded model as if each rank held all of them; "
-    "leave it out, so that the processes that train also generate, or send "
-    "fcdp_compile.stream_state(model) to an engine of your own"
+    "leave it out, so that the processes that train also generate, give GRPOTrainer a server of vLLM "
+    "(vllm_mode='server'), or send fcdp_compile.stream_state(model, changes=True) to an engine of your own"
 )
 """Of TRL's ways to generate.  vLLM gets `param.data` of each parameter, and with continuous batching each
 rank runs the model as often as its own requests need.
@@ -95,6 +95,9 @@ class FcdpMixin(TrainerCheckpoints):
     samples: ClassVar[bool] = False
     """Whether each rank makes batches of its own, as those do that learn from what the model generates."""
 
+    streams: ClassVar[bool] = False
+    """Whether it sends whole weights to a server of vLLM."""
+
     def __init__(self, *args: Any, fcdp: FcdpOptions | None = None, **kwargs: Any) -> None:
         self.fcdp = fcdp or FcdpOptions()
         self._prepared: nn.Module | None = None
@@ -104,7 +107,7 @@ class FcdpMixin(TrainerCheckpoints):
         self.add_callback(self._watch)
 
     def create_accelerator_and_postprocess(self) -> None:
-        check_arguments(self.args)
+        check_arguments(self.args, streams=self.streams)
         if self.model is not None and model_of(self.model) is not self.model:
             raise ArgumentError(
                 "the model is wrapped by torch.compile, which hides its arguments from the Trainer; hand "
@@ -327,17 +330,19 @@ def _figures(model: nn.Module, wait: ExposedWait | None) -> dict[str, float]:
     return found if longest_us < 0 else {**found, WAITED: longest_us / 1e3}
 
 
-def check_arguments(args: TrainingArguments) -> None:
+def check_arguments(args: TrainingArguments, *, streams: bool) -> None:
     """Refuse training arguments that ask for another way to shard, to compile or to step.
+
+    streams: as `FcdpMixin.streams`.
 
     Raises: ValueError, which says what to change.
     """
-    problem = _problem(args)
+    problem = _problem(args, streams=streams)
     if problem is not None:
         raise ArgumentError(f"the fcdp Trainer cannot do this: {problem}")
 
 
-def _problem(args: TrainingArguments) -> str | None:
+def _problem(args: TrainingArguments, *, streams: bool) -> str | None:
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
             return f"{name} is given, and one model cannot be sharded by two systems; leave it out"
@@ -362,7 +367,8 @@ def _problem(args: TrainingArguments) -> str | None:
             "that all nodes share and leave it out"
         )
     for name in ("use_vllm", "use_transformers_continuous_batching"):
-        if getattr(args, name, False):
+        has_server = name == "use_vllm" and streams and getattr(args, "vllm_mode", None) == "server"
+        if getattr(args, name, False) and not has_server:
             return _ROLLOUTS.format(name)
     optimizer = OptimizerNames(args.optim)
     if optimizer in _STEPS_IN_BACKWARD:

@@ -14,16 +14,19 @@ from fcdp_compile.extras import require
 
 require("trl", "fcdp in the Trainers of TRL")
 
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
 from torch import nn
+from trl.generation.vllm_generation import VLLMGeneration
 
 from fcdp_compile.core.sharding.shard import model_of
 from fcdp_compile.integrations.options import FcdpOptions
 from fcdp_compile.integrations.sequences import SequenceMixin
 from fcdp_compile.integrations.transformers import FcdpMixin
+from fcdp_compile.models.pretrained.exporting.streaming import stream_state
 
 __all__ = ["DPOTrainer", "FcdpOptions", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer"]
 
@@ -78,7 +81,32 @@ class RewardTrainer(FcdpMixin, trl.RewardTrainer):
     """`trl.RewardTrainer` on fcdp."""
 
 
+class StreamedGeneration(VLLMGeneration):
+    """TRL's generation by a server of vLLM, which gets the weights of a sharded model."""
+
+    def sync_weights(self) -> None:
+        """Send the model's whole tensors to the server, bucket by bucket; all ranks call it."""
+        is_main = self.accelerator.is_main_process
+        with closing(stream_state(self.model)) as stream, ExitStack() as update:
+            for i, bucket in enumerate(stream):
+                if is_main and i == 0:  # within the loop, so that an error reaches the other ranks
+                    update.enter_context(self.vllm_client.weight_update())
+                if is_main:
+                    told = [
+                        (n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in bucket
+                    ]
+                    self.vllm_client.update_named_params(told, iter(bucket))
+        if is_main:
+            self.vllm_client.reset_prefix_cache()
+
+
 class GRPOTrainer(FcdpMixin, trl.GRPOTrainer):
-    """`trl.GRPOTrainer` on fcdp."""
+    """`trl.GRPOTrainer` on fcdp; with `use_vllm` and `vllm_mode="server"`, vLLM generates."""
 
     samples = True
+    streams = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.use_vllm:
+            self.vllm_generation.__class__ = StreamedGeneration

@@ -171,6 +171,7 @@ def _refusals(mesh: DeviceMesh | None) -> None:
         (f"from 0 to {last}, not (4,)", ArgumentError, {"on": (4,)}),
         (f"from 0 to {last}, not 0", ArgumentError, {"on": 0}),
         ("a positive whole number, not 0", ArgumentError, {"bucket_bytes": 0}),
+        ("or None, not torch.int8", ArgumentError, {"dtype": torch.int8}),
         ("LlamaForCausalLM has none; use only='all'", FcdpError, {"only": "adapters"}),
     ):
         found = message_of(error, partial(stream, **options))
@@ -197,6 +198,9 @@ def _ranks_disagree(mesh: DeviceMesh) -> None:
     only = "adapters" if rank() == 2 else "all"
     found = message_of(ArgumentError, partial(fcdp_compile.stream_state, model, only=only))
     assert "ranks 0 and 2 ask fcdp_compile.stream_state for different things: only='all'" in found
+    changes = rank() == 3
+    found = message_of(ArgumentError, partial(fcdp_compile.stream_state, model, changes=changes))
+    assert "ranks 0 and 3 ask" in found, found
     alone = {"bucket_bytes": -1} if rank() == 1 else {}
     found = message_of(ArgumentError, partial(fcdp_compile.stream_state, model, **alone))
     assert found == "rank 1: bucket_bytes must be a positive whole number, not -1"
@@ -245,6 +249,47 @@ def _one_rank_fails(mesh: DeviceMesh) -> None:
     assert "rank 1: parameter 'model.norm.weight' is now torch.float64" in found, found
 
 
+def _changes(mesh: DeviceMesh) -> None:
+    """A receiver gets the few bits that AdamW changes in bf16, or whole tensors if its own are unsure."""
+    model = fcdp_compile.shard(make(llama), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    stream_bf16 = partial(fcdp_compile.stream_state, model, dtype=torch.bfloat16)
+    receiver: dict[str, Tensor] = {}
+
+    def take(on: int = 0, leaves: int | None = None) -> int:
+        """After a step, take the stream; returns the number of whole tensors, 0 on ranks that do not ask."""
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stream = stream_bf16(on=(on,), bucket_bytes=SMALL, changes=True)
+        wholes = sent = 0
+        for bucket in stream:
+            if rank() == leaves:
+                raise OSError("the engine is gone")
+            for name, item in bucket:
+                if isinstance(item, Tensor):
+                    receiver[name], wholes, sent = item, wholes + 1, sent + item.nbytes
+                else:
+                    receiver[name].view(-1)[item.indices] = item.values
+                    sent += item.indices.nbytes + item.values.nbytes
+        stream.acknowledge()
+        expected = {name: tensor for bucket in stream_bf16(on=(on,)) for name, tensor in bucket}
+        for name, tensor in expected.items():
+            assert torch.equal(receiver[name].view(torch.int16), tensor.view(torch.int16)), name
+        if rank() == on and not wholes:
+            assert sent < sum(tensor.nbytes for tensor in expected.values()) / 2
+        return wholes
+
+    count = take()
+    assert (count > 4) == (rank() == 0)
+    assert take() == take() == 0
+    for others in (partial(take, on=3), partial(take, leaves=0), partial(take, leaves=1)):
+        found = message_of((OSError, FcdpError), others)  # type: ignore[arg-type]  # two
+        assert ("nothing" in found) == ("on" in others.keywords)
+        assert take() == count, "the last stream has not told this receiver everything"
+        assert take() == 0
+
+
 ANYWHERE: dict[str, Job] = {
     "a plain module": _plain_module,
     "refusals": _refusals,
@@ -254,6 +299,7 @@ JOBS: dict[str, Job] = {
     **{f"adapter {n}": partial(_adapter, name=n) for n in ("lora", "dora", "embedding")},
     **ANYWHERE,
     "within compiled training": _compiled,
+    "changes": _changes,
     "ranks disagree": _ranks_disagree,
     "no rank waits": _no_rank_waits,
     "one rank fails": _one_rank_fails,

@@ -129,6 +129,15 @@ def test_a_run_resumes_elsewhere() -> None:
     assert float(off[1]) < 1e-5
 
 
+def test_a_rollout_engine_gets_what_has_changed() -> None:
+    out = succeed("send_changes.py", "--nodes=2", "--steps=2", ranks=2)
+    rows = re.findall(r"^.*step \d: +(\d+) of (\d+) bytes sent, equal bits$", out, re.M)
+    (first, total), *later = [(int(sent), int(of)) for sent, of in rows]
+    assert first == total
+    assert len(later) == 2
+    assert all(sent < total / 2 for sent, _ in later)
+
+
 def _columns(out: str) -> list[list[float]]:
     """Return the rows of the table of bytes: the step, and what each model sent in it."""
     table = out.split("KiB sent from node to node")[1].split("Host memory")[0]

@@ -32,8 +32,10 @@ from fcdp_compile.errors import ArgumentError
 from fcdp_compile.integrations import trl as ours
 from fcdp_compile.integrations import trl_experimental
 from fcdp_compile.integrations.transformers import SENT
+from tests.distributed.jobs import message_of
 from tests.distributed.ranks import run
 from tests.integrations.test_trainer import TOLERANCE, whole
+from tests.integrations.vllm_server import Server, serve
 
 pytestmark = pytest.mark.distributed
 
@@ -327,3 +329,45 @@ def _generating(mesh: DeviceMesh, folder: Path) -> None:
 @pytest.mark.rare
 def test_sft_grpo_and_gkd(tmp_path: Path) -> None:
     run(_generating, tmp_path, nodes=2, ranks_per_node=1)
+
+
+def _served(mesh: DeviceMesh, folder: Path) -> None:
+    """At each step the server has the policy's weights: it computes the log probabilities of the policy."""
+    datasets.disable_progress_bars()
+    server = Server(_model(7))
+    with serve(server) as address:
+        args = trl.GRPOConfig(
+            str(folder), num_generations=2, max_completion_length=6, beta=0.0, use_vllm=True,
+            vllm_mode="server", vllm_server_base_url=address, **ARGUMENTS,
+        )  # fmt: skip
+        trainer: Any = ours.GRPOTrainer(
+            model=_model(0), args=args,
+            reward_funcs=lambda completions, **_: [float(i) for i in range(len(completions))],
+            processing_class=_tokenizer(), fcdp=ours.FcdpOptions(nodes=2),
+            train_dataset=datasets.Dataset.from_dict({"prompt": [_text(i) for i in range(ROWS)]}),
+        )  # fmt: skip
+        with torch.compiler.set_stance("force_eager"):  # TRL's loss takes long to compile
+            trainer.train()
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        assert len(rows) == 3
+        assert all(row["sampling/sampling_logp_difference/max"] < 1e-5 for row in rows)
+        before = {name: tensor.clone() for name, tensor in server.tensors.items()}
+        trainer.vllm_generation.sync_weights()
+        values = {name: whole(p).detach() for name, p in trainer.model.named_parameters()}
+        server.fails = True
+        error = message_of(Exception, trainer.vllm_generation.sync_weights)
+    if dist.get_rank() == 0:
+        assert [len(calls) for calls in server.loads] == [1, 1, 1, 1, 0]
+        assert server.tensors.keys() == values.keys()
+        assert all(torch.equal(server.tensors[n], values[n]) for n in values)
+        assert not any(torch.equal(before[n], values[n]) for n in values)
+        assert "Request failed: 400" in error, error
+    else:
+        assert not server.loads
+        assert "rank 0: left the loop" in error, error
+
+
+@pytest.mark.slow
+def test_grpo_with_a_server_of_vllm(tmp_path: Path) -> None:
+    pytest.importorskip("requests", reason="TRL's client of the server needs requests")
+    run(_served, tmp_path, nodes=2, ranks_per_node=1)

@@ -18,10 +18,10 @@ pieces can be made later from their sources alone, with all other tensors on met
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,68 @@ from torch import Tensor, nn
 from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import ArgumentError, FcdpError
+from fcdp_compile.models.pretrained.exporting.changes import ReceiverCopy, TensorChanges
 from fcdp_compile.models.pretrained.exporting.copies import GatheredValues, ModelTensors
 from fcdp_compile.models.pretrained.exporting.kinds import reader_of
 from fcdp_compile.runtime.collectives.agreement import same_act
 from fcdp_compile.runtime.model import ShardedModel
 from fcdp_compile.torch_compat import DispatchMode, OpOverload, tree_leaves
 from fcdp_compile.torch_compat.tensors import storage_id
+
+# Of what a bucket has for a name: `Tensor`, or `Tensor | TensorChanges`.
+T = TypeVar("T")
+
+
+class StateStream(Iterator[list[tuple[str, T]]], Generic[T]):
+    """The buckets of `stream_state`, one after the other."""
+
+    def __init__(
+        self,
+        buckets: Generator[list[tuple[str, T]], None, None],
+        state: ShardedModel,
+        copy: ReceiverCopy,
+    ) -> None:
+        self._buckets, self._state, self._copy = buckets, state, copy
+
+    def __next__(self) -> list[tuple[str, T]]:
+        return next(self._buckets)
+
+    def close(self) -> None:
+        """Leave the stream; if it is not at its end, ranks that go on raise an error."""
+        self._buckets.close()
+
+    def acknowledge(self) -> None:
+        """Tell that the receiver has everything that this rank got: the base of the next `changes=True`.
+
+        Ranks that do not ask may call it, too.  It does not communicate.
+
+        Raises: FcdpError before the last bucket, for a stream without changes, and for any but the last.
+        """
+        self._copy.acknowledge(self._state)
+
+
+@overload
+def stream_state(
+    model: nn.Module,
+    *,
+    only: str = ...,
+    on: Collection[int] = ...,
+    bucket_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
+    changes: Literal[False] = ...,
+) -> StateStream[Tensor]: ...
+
+
+@overload
+def stream_state(
+    model: nn.Module,
+    *,
+    only: str = ...,
+    on: Collection[int] = ...,
+    bucket_bytes: int = ...,
+    dtype: torch.dtype | None = ...,
+    changes: bool,
+) -> StateStream[Tensor | TensorChanges]: ...
 
 
 def stream_state(
@@ -44,7 +100,9 @@ def stream_state(
     only: str = "all",
     on: Collection[int] = (0,),
     bucket_bytes: int = 10**9,
-) -> Iterator[list[tuple[str, Tensor]]]:
+    dtype: torch.dtype | None = None,
+    changes: bool = False,
+) -> StateStream[Any]:
     """Yield the model's whole tensors with their names, one bucket after the other, for a rollout engine.
 
         for bucket in fcdp_compile.stream_state(model):
@@ -61,10 +119,16 @@ def stream_state(
     lack the adapter's name; "all" for every parameter and persistent buffer, for a PEFT model of the base
     with the active adapters merged into it.  The model itself stays as it is.
     on: the ranks of the mesh that ask for tensors.
-    bucket_bytes: the most bytes of a bucket.  A larger tensor is a bucket of its own, and so are larger
-    tensors that are made together, such as the experts that a model stacks.
+    bucket_bytes: the most bytes of a bucket, before the cast to `dtype`.  A larger tensor is a bucket of its
+    own, and so are larger tensors that are made together, such as the experts that a model stacks.
+    dtype: what floating tensors are cast to, such as the engine's; None: no cast.
+    changes: yield `TensorChanges` instead of a tensor if they have fewer bytes and the receiver has the
+    tensor of the last such stream: this rank asked for that stream too, and it was acknowledged
+    (`StateStream.acknowledge`).  Otherwise the tensor is whole.  Streams without changes do not count, so do
+    not load one into the receiver.  If the receiver has lost its tensors, ask for a stream and `close` it.
 
     Memory: on every rank the largest parameter, on ranks that ask a bucket and what its tensors are made of.
+    With changes, on ranks that ask, also a copy of all tensors in host memory, kept with the model.
     Bytes: every parameter crosses between nodes once, unless the cache has a valid and exact copy, as it has
     of frozen parameters after a step.  "adapters" gathers nothing else than the tensors in PEFT's files.
 
@@ -75,20 +139,69 @@ def stream_state(
     loop while others go on.
     """
     root, state = model_of(model), state_of(model)
-    everyone = state.topology.everyone
-    ranks = state.topology.ranks * state.topology.sharers
-    given = together(everyone, lambda: _checked(only, on, bucket_bytes, ranks), ArgumentError)
-    if other := first_other(given):
-        raise ArgumentError(
-            f"ranks 0 and {other} ask fcdp_compile.stream_state for different things: {given[0]} against "
-            f"{given[other]}; give every rank the same arguments"
-        )
+    _check_arguments(state, only, on, bucket_bytes, dtype, changes)
     same_act(state.collectives, "calls stream_state")
     state.unset.refuse("stream_state")
+    copy = ReceiverCopy()
+    kept = copy if changes else None
+    stream = _agreed(
+        state.topology.everyone,
+        lambda: _Stream(root, state, only, on, bucket_bytes, dtype, kept),
+    )
+    if changes:
+        copy.begin(state)
+    return StateStream(stream.buckets(), state, copy)
+
+
+def _check_arguments(state: ShardedModel, *given: Any) -> None:
+    """Check the arguments of `stream_state`.
+
+    Raises: ArgumentError on every rank.
+    """
+    texts = together(state.topology.everyone, lambda: _checked(state, *given), ArgumentError)
+    if other := first_other(texts):
+        raise ArgumentError(
+            f"ranks 0 and {other} ask fcdp_compile.stream_state for different things: {texts[0]} against "
+            f"{texts[other]}; give every rank the same arguments"
+        )
+
+
+def _checked(
+    state: ShardedModel,
+    only: str,
+    on: Collection[int],
+    bucket_bytes: int,
+    dtype: torch.dtype | None,
+    changes: bool,
+) -> str:
+    """Return the arguments as a text, for ranks to compare.
+
+    Raises: ArgumentError.
+    """
+    ranks = state.topology.ranks * state.topology.sharers
+    if only not in ("adapters", "all"):
+        raise ArgumentError(f"only must be 'adapters' or 'all', not {only!r}")
+    if not isinstance(on, Collection) or not all(type(r) is int and 0 <= r < ranks for r in on):
+        raise ArgumentError(f"on must hold ranks of the mesh, from 0 to {ranks - 1}, not {on!r}")
+    if type(bucket_bytes) is not int or bucket_bytes < 1:
+        raise ArgumentError(f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"dtype must be a floating torch.dtype or None, not {dtype!r}")
+    if type(changes) is not bool:
+        raise ArgumentError(f"changes must be True or False, not {changes!r}")
+    sizes = f"on={sorted(set(on))}, bucket_bytes={bucket_bytes}"
+    return f"only={only!r}, {sizes}, dtype={dtype}, changes={changes}"
+
+
+def _agreed(everyone: dist.ProcessGroup | None, make: Callable[[], _Stream]) -> _Stream:
+    """Return this rank's stream.
+
+    Raises: FcdpError on every rank if ranks would stream different tensors.
+    """
     found: list[_Stream] = []
 
     def plan() -> str:
-        found.append(_Stream(root, state, only, on, bucket_bytes))
+        found.append(make())
         return found[0].digest
 
     if other := first_other(together(everyone, plan)):
@@ -96,27 +209,13 @@ def stream_state(
             f"ranks 0 and {other} are about to stream different tensors; call stream_state with the same "
             "model on every rank"
         )
-    return found[0].buckets()
-
-
-def _checked(only: str, on: Collection[int], bucket_bytes: int, ranks: int) -> str:
-    """Return the arguments as a text, for ranks to compare.
-
-    Raises: ArgumentError.
-    """
-    if only not in ("adapters", "all"):
-        raise ArgumentError(f"only must be 'adapters' or 'all', not {only!r}")
-    if not isinstance(on, Collection) or not all(type(r) is int and 0 <= r < ranks for r in on):
-        raise ArgumentError(f"on must hold ranks of the mesh, from 0 to {ranks - 1}, not {on!r}")
-    if type(bucket_bytes) is not int or bucket_bytes < 1:
-        raise ArgumentError(f"bucket_bytes must be a positive whole number, not {bucket_bytes!r}")
-    return f"only={only!r}, on={sorted(set(on))}, bucket_bytes={bucket_bytes}"
+    return found[0]
 
 
 class _Stream:
     """One use of `stream_state`: decides which tensors each bucket has, without communication.
 
-    digest: of that decision.
+    copy: what the receiver has, for a stream of changes.  digest: of the decision.
 
     Raises: the errors of `stream_state`.
     """
@@ -128,8 +227,11 @@ class _Stream:
         only: str,
         on: Collection[int],
         bucket_bytes: int,
+        dtype: torch.dtype | None,
+        copy: ReceiverCopy | None,
     ) -> None:
-        self._state, everyone = state, state.topology.everyone
+        self._dtype = dtype
+        self._state, self._copy, everyone = state, copy, state.topology.everyone
         mine = 0 if everyone is None else dist.get_rank(everyone)
         self._values = GatheredValues(state, keeps=mine in on)
         if state.whole:
@@ -151,7 +253,7 @@ class _Stream:
         text = f"{self._copies.describe(self._copies.names())}\n{self._plan}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
-    def buckets(self) -> Iterator[list[tuple[str, Tensor]]]:
+    def buckets(self) -> Generator[list[tuple[str, Any]], None, None]:
         """Yield the buckets."""
         steps = self._state.counters.steps
         for piece in self._plan:
@@ -173,6 +275,8 @@ class _Stream:
                 self._tell(f"fcdp_compile.stream_state failed: {error}")
                 raise
         self._agree((), steps)
+        if self._copy is not None:
+            self._copy.end()
 
     def _agree(self, sources: Sequence[str], steps: int) -> None:
         """Wait for all ranks, and raise on every rank if any rank cannot go on."""
@@ -187,7 +291,7 @@ class _Stream:
 
         together(self._state.topology.everyone, check)
 
-    def _made(self, piece: Piece) -> list[tuple[str, Tensor]]:
+    def _made(self, piece: Piece) -> list[tuple[str, Any]]:
         """Return the tensors of a bucket, on this rank's device; none on a rank that does not ask."""
         self._values.check()
         if not self._values.keeps:
@@ -195,7 +299,12 @@ class _Stream:
         with torch.no_grad():
             tensors = self._read(self._copies.twin())
             self._copies.forget()
-            return [(n, tensors[n].to(self._values.device).contiguous()) for n in piece.names]
+            made = [(n, self._cast(tensors[n]).contiguous()) for n in piece.names]
+            return made if self._copy is None else [(n, self._copy.update(n, t)) for n, t in made]
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        dtype = self._dtype if tensor.is_floating_point() else None
+        return tensor.to(device=self._values.device, dtype=dtype)
 
     def _tell(self, problem: str) -> None:
         """Make the other ranks, which wait in `_agree`, raise because of this rank's problem."""
