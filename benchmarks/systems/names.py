@@ -231,9 +231,9 @@ SYSTEMS: tuple[System, ...] = (
         traffic=ExpectedBytes(micro_w=0.75, micro_t=0.75),
     ),
     _torch_bf16(
-        name="ddp-bf16",
-        title="DDP, bf16 gradients",
-        about="DistributedDataParallel under `torch.autocast`, with `bf16_compress_hook`",
+        name="ddp-fp16",
+        title="DDP, fp16 gradients",
+        about="DistributedDataParallel under `torch.autocast`, with `fp16_compress_hook` (the one for bf16 needs NCCL)",
         state=ShardedOver.NONE,
         traffic=ExpectedBytes(step_t=0.75),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -131,11 +131,14 @@ def make_trainer(name: str, model: Gpt, place: RankOfNodes) -> TorchTrainer:
     """Wrap the model in the named system."""
     if name == "ddp":
         return DdpTrainer(DistributedDataParallel(model), list(model.parameters()))
-    if name == "ddp-bf16":
-        return Bf16DdpTrainer(DistributedDataParallel(model), bf16_compress_hook, None)
+    if name == "ddp-fp16":
+        return Bf16DdpTrainer(DistributedDataParallel(model), fp16_compress_hook, None)
     if name == "ddp-powersgd":
         state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-        return Bf16DdpTrainer(DistributedDataParallel(model), powerSGD_hook, state)
+        # One bucket: on Gloo, the messages of several would overtake each other.
+        return Bf16DdpTrainer(
+            DistributedDataParallel(model, bucket_cap_mb=2**14), powerSGD_hook, state
+        )
     if name == "hsdp":
         shape = (place.nodes, place.ranks_per_node)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra"))
