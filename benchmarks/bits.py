@@ -2,10 +2,10 @@
 
     python -m benchmarks.bits                           bits of a weight by learning rate, in one process
     python -m benchmarks.cluster --nodes 2 --ranks-per-node 2 --bandwidth 100mbit -- benchmarks/bits.py \\
-        --lr 1e-5 --steps 40                            losses, bytes and seconds of strategies, on nodes
+        --lr 1e-5 --batch 1                             losses, bytes and seconds of strategies, on nodes
 
 A byte-level Llama is trained on Python's own library, and then fine-tuned on the headers of its C API.
-Gathers are in bf16, gradients are reduced in fp32, AdamW keeps fp32.
+Gathers and reductions are in bf16, AdamW keeps fp32.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ def main() -> None:
     add("--lr", type=float, default=1e-5, help="of fine-tuning (%(default)s)")
     add("--steps", type=int, default=40, help="of fine-tuning (%(default)s)")
     add("--pretraining", type=int, default=300, help="steps before it (%(default)s)")
+    add("--batch", type=int, default=4, help="of fine-tuning on nodes (%(default)s)")
     add("--width", type=int, default=192, help="of the model (%(default)s)")
     add("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -85,17 +86,17 @@ def _model(args: argparse.Namespace, *, pretraining: int) -> nn.Module:
     return model
 
 
-def _batches(folder: Path, pattern: str, seed: int) -> Iterator[Tensor]:
+def _batches(folder: Path, pattern: str, seed: int, size: int = _BATCH) -> Iterator[Tensor]:
     texts = (path.read_bytes() for path in sorted(folder.glob(pattern)))
     text = torch.frombuffer(bytearray(b"".join(texts)[:3_000_000]), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     while True:
-        at = torch.randint(len(text) - _LENGTH, (_BATCH,), generator=generator).tolist()
+        at = torch.randint(len(text) - _LENGTH, (size,), generator=generator).tolist()
         yield torch.stack([text[i : i + _LENGTH] for i in at])
 
 
-def _fine(seed: int) -> Iterator[Tensor]:
-    return _batches(Path(sysconfig.get_paths()["include"]), "**/*.h", seed)
+def _fine(seed: int, size: int = _BATCH) -> Iterator[Tensor]:
+    return _batches(Path(sysconfig.get_paths()["include"]), "**/*.h", seed, size)
 
 
 def _densities(args: argparse.Namespace) -> Iterator[Sequence[object]]:
@@ -127,14 +128,13 @@ def _flat(model: nn.Module) -> Tensor:
 def _trained(model: nn.Module, strategy: str, args: argparse.Namespace) -> Sequence[object]:
     """The strategy, a mean loss at the end, bytes of this rank in the last step, bits, seconds."""
     torch.compiler.reset()
-    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    fcdp_compile.shard(model, fcdp_compile.make_mesh(), strategy=strategy, **low)
+    mesh = fcdp_compile.make_mesh()
+    fcdp_compile.shard(model, mesh, strategy=strategy, param_dtype=torch.bfloat16)
     net = torch.compile(model, backend="fcdp", options={"compute": "eager"}, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     losses, seconds = [], []
-    for ids, step in zip(
-        _fine(1000 * args.seed + dist.get_rank()), range(args.steps), strict=False
-    ):
+    batches = _fine(1000 * args.seed + dist.get_rank(), args.batch)
+    for ids, step in zip(batches, range(args.steps), strict=False):
         begun = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1, (step + 1) / _WARMUP)
