@@ -233,8 +233,8 @@ SYSTEMS: tuple[System, ...] = (
     _torch_bf16(
         name="ddp-fp16",
         title="DDP, fp16 gradients",
-        about="DistributedDataParallel under `torch.autocast`, with `fp16_compress_hook` (that for bf16 needs "
-        "NCCL)",
+        about="DistributedDataParallel under `torch.autocast`, with `fp16_compress_hook` (the hook for "
+        "bf16 needs NCCL)",
         state=ShardedOver.NONE,
         traffic=ExpectedBytes(step_t=0.75),
     ),
