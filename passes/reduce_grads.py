@@ -124,7 +124,7 @@ def _reduce_packed(
     buffer, pending = packed, None  # type: Node, Node | None
     for op, size in steps:
         sent: torch.dtype = buffer.meta["val"].dtype
-        moved, result = (size - 1) * elements * sent.itemsize, dtype
+        moved, result, mean = (size - 1) * elements * sent.itemsize, dtype, None
         scratch = _scratch_bytes(op, bucket, slots, elements, size)
         if sent is not dtype:
             scratch = elements * sent.itemsize  # the parts of all ranks
@@ -136,6 +136,8 @@ def _reduce_packed(
             sizes = bucket.sizes(names)
             crossing = row_bytes(slots, bucket.reduce_wire, bucket.reduce_itemsize)
             moved = (size - 1) * crossing if sizes is None else (size - 1) * crossing // size
+            if sizes is not None:
+                mean = elements // size * dtype.itemsize
             elements = elements // size if sizes is None else sizes[ctx.node]
             if sizes is not None:  # the parts of all nodes
                 summed = wide.itemsize if is_narrow(dtype) else 0
@@ -152,7 +154,9 @@ def _reduce_packed(
             elements *= size
         device = "cpu" if op is ops.store_grads else None  # else that of the gradients
         val = packed.meta["val"].new_empty(elements, dtype=result, device=device)
-        buffer = pending = explicit(graph, op, [buffer], bucket, moved, val, scratch_bytes=scratch)
+        buffer = pending = explicit(
+            graph, op, [buffer], bucket, moved, val, scratch_bytes=scratch, mean_bytes=mean
+        )
         pending.kwargs = {**pending.kwargs, "params": names}
     return buffer if pending is None else wait_for(graph, pending)
 

@@ -287,6 +287,8 @@ def _clearing(values: list[Any], model: ShardedModel) -> Iterator[None]:
         yield
     except BaseException:
         values.clear()  # the error's traceback holds the run's frame, perhaps for long
+        model.seams.fail()
+        model.references.fail()
         model.lanes.settle()
         model.home_transfers.settle()
         raise

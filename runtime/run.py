@@ -123,14 +123,10 @@ class CompiledPlan:
 
     @contextmanager
     def _told(self, model: ShardedModel, direction: Direction) -> Iterator[None]:
-        """Within it, errors name the pass and the step; the next forward tells all ranks that one failed."""
+        """Within it, errors name the pass and the step."""
         model.collectives.during = partial(self._tell, direction, model.counters.steps + 1)
         try:
             yield
-        except BaseException:
-            model.seams.fail()
-            model.references.fail()
-            raise
         finally:
             model.collectives.during = told_alone
 
@@ -253,11 +249,19 @@ class CompiledPlan:
             model.buckets.release_rivals(bucket)
             model.outside.give_way(bucket.keys)
             if not (cold and bucket.id in kept):
-                bucket.refresh()
+                _refresh(bucket, model)
         for bucket in resident:
             if bucket.bucket.frozen:
                 bucket.release_shards()
         return Variant.COLD if cold else Variant.WARM
+
+
+def _refresh(bucket: BoundBucket, model: ShardedModel) -> None:
+    try:
+        bucket.refresh()
+    except BaseException:
+        model.references.fail()  # other ranks may have stored what this rank lacks
+        raise
 
 
 def _watched(

@@ -104,7 +104,7 @@ def slot_elements(shape: Shape, nodes: int, ranks_per_node: int) -> int:
 
 _FROZEN = "frozen"
 _SENT = {"w8": "weights", "c8": "weights", "c4": _FROZEN, "g8": "gradients", "g4": "gradients"}
-_CODES = {"8": (8, 256, 4), "4": (4, 256, 4), "c4": (4, 64, 2)}
+_CODES = {"8": (8, 256, 4), "4": (4, 64, 2), "c4": (4, 64, 2)}
 """Bits of a value, values of a block, bytes of its scale; by modifier, or its last letter."""
 
 Code = tuple[int, int, int]

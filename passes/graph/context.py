@@ -51,10 +51,12 @@ class StepMeta:
     """The record on an explicit node: its step, before the schedule numbers it.
 
     scratch_bytes: device memory that the running step takes besides its input and result.
+    mean_bytes: of the result, over all nodes, if nodes differ; for decisions that all ranks make alike.
     """
 
     step: Step
     scratch_bytes: int = 0
+    mean_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,12 @@ def explicit(
     *,
     accessed_bytes: int = 0,
     scratch_bytes: int = 0,
+    mean_bytes: int | None = None,
 ) -> Node:
     """Insert an explicit node; `val` is its result, which takes device memory from here on.
 
     accessed_bytes: bytes that it also reads and writes to put parts in order.  scratch_bytes: device memory
-    that it also takes while it runs.
+    that it also takes while it runs.  mean_bytes: as in `StepMeta`.
     """
     node = graph.call_function(op, tuple(args), {"bucket": bucket.id})
     kind = ops.EXPLICIT[op]
@@ -41,7 +42,7 @@ def explicit(
         waits=(),
         accessed_bytes=accessed_bytes,
     )
-    node.meta[META] = StepMeta(step=step, scratch_bytes=scratch_bytes)
+    node.meta[META] = StepMeta(step=step, scratch_bytes=scratch_bytes, mean_bytes=mean_bytes)
     if val is not None:
         node.meta["val"] = val
     return node

@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from fcdp_compile import ops
+from fcdp_compile.passes.graph.context import META
 from fcdp_compile.passes.graph.views import computed_from
 from fcdp_compile.plan.kinds import FETCHES
 
@@ -144,5 +145,8 @@ def _pack(start: Node) -> tuple[Node, ...]:
 
 
 def _nbytes(node: Node) -> int:
+    """The bytes of a node's value; of a value whose size differs between nodes, the mean."""
+    if META in node.meta and (mean := node.meta[META].mean_bytes) is not None:
+        return int(mean)
     value = node.meta["val"]
     return int(value.numel()) * int(value.dtype.itemsize)

@@ -13,7 +13,7 @@ before that, the rank where they do notices it at the check before the gather, a
 What started early is dropped then: it has the generation of the agreement, which is no longer the bucket's.
 
 Each message has a checksum of the new values.  If a copy is not what was sent, all ranks learn it in the next
-agreement, and raise an error.
+agreement, when weights have changed again, and raise an error.
 
 After an error in a program no differences are taken from the copies that there are: on one rank, they may
 lack what others have stored.
@@ -85,10 +85,10 @@ class References:
         if not buckets:
             return
         numbers = [0 if not b.is_at_home else b.cache.number for b in buckets]
-        found = _found(buckets, numbers)
+        changes = _found(buckets, numbers)
         words = [
             word
-            for number, own in zip(numbers, found, strict=True)
+            for number, own in zip(numbers, changes, strict=True)
             for word in (number, -number, *own)
         ]
         told = self._collectives.tell(words, what, torch.maximum).finish()

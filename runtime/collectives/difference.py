@@ -103,7 +103,9 @@ def _checksum(values: Tensor) -> Tensor:
     """A number that depends on each value and on its place: int64 [1]."""
     words = values.new_zeros(-(-len(values) // 4) * 4)
     words[: len(values)] = values
-    weights = torch.arange(1, len(words) // 2, 2, device=values.device)  # odd, so no bit is lost
+    weights = (
+        torch.arange(len(words) // 4, device=values.device).mul_(2).add_(1)
+    )  # odd: no bit is lost
     return (words.view(torch.int64) * weights).sum(0, keepdim=True)
 
 

@@ -241,6 +241,8 @@ def _all_changes(mesh: DeviceMesh, strategy: str) -> dict[str, Sent]:
     torch._dynamo.config.recompile_limit = 64
     pair = Twins(mesh, strategy)
     pair.train(2)
+    buckets = [b for plan in state_of(pair.model).plans.values() for b in plan.buckets]
+    assert {b.wire for b in buckets} == {Format.DELTA}
     seen = {}
     usual = {n: c for n, c in FULL.items() if n not in NOT_FOR_TWINS} if strategy == "fcdp" else {}
     for name, change in (usual | MORE).items():
@@ -353,6 +355,35 @@ def _scale(rows: Tensor) -> None:
 
 def test_rows_change_before_their_gather_starts_early() -> None:
     run(_written_between, nodes=2, ranks_per_node=2)
+
+
+# --- matrices with home nodes -----------------------------------------------------------------------------
+
+
+def _three_matrices(mesh: DeviceMesh) -> None:
+    """Each matrix is a bucket, of which one node owns nothing."""
+    case = Case(
+        model=lambda: nn.Sequential(
+            nn.Embedding(11, 64), *(nn.Linear(64, 64, bias=False) for _ in range(3))
+        ),
+        loss=lambda net, ids: net(ids).float().square().mean(),
+        vocabulary=11,
+    )
+    pair = Twins(mesh, "fcdp+matrix", case)
+    pair.train(4)
+    sizes = [b.sizes() for plan in state_of(pair.model).plans.values() for b in plan.buckets]
+    assert {(64 * 64, 0), (0, 64 * 64)} <= set(sizes)
+    pair.losses(0)
+    pair.compare_copies()
+    pair.compare_parameters()
+    total = [torch.tensor(sent) for sent in pair.sent()]
+    for sent in total:
+        dist.all_reduce(sent)
+    assert total[0] < total[1] * 0.7
+
+
+def test_a_node_owns_nothing_of_a_bucket() -> None:
+    run(_three_matrices, nodes=2, ranks_per_node=1)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------

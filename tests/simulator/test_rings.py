@@ -69,7 +69,7 @@ def parts_of(step: Step, bucket: Bucket) -> tuple[int, int]:
     if step.kind is Kind.INTER_REDUCE_SCATTER:
         bits = 4 if "g4" in bucket.strategy.name else 8 * bucket.reduce_itemsize
         slots = [p.layout.slot_elements for p in bucket.params]
-        scales = sum(-(-slot // 256) * 4 for slot in slots) if bits == 4 else 0
+        scales = sum(-(-slot // 64) * 2 for slot in slots) if bits == 4 else 0
         return 1, scales + -(-sum(slots) * bits // 8)
     assert step.kind is Kind.INTER_ALL_REDUCE
     shard = bucket.slot_elements  # split over the ranks of a node

@@ -138,7 +138,7 @@ def param_spec(
     # Only parameters with home nodes share buckets with each other.
     strategy = replace(strategy, whole_matrices=home_node is not None)
     if home_node is not None:
-        strategy = strategy.with_exact_weights()
+        strategy = replace(strategy, host_format=Format.FULL, frozen_format=Format.FULL)
     if is_packed:
         layout = replace(layout, dim=0)
         param_dtype = reduce_dtype = None
