@@ -211,10 +211,13 @@ def _no_rank_waits(mesh: DeviceMesh) -> None:
     model = fcdp_compile.shard(make(llama), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts: list[int] = []
+    kept: list[Any] = []
 
     def loop(on_second: Any) -> None:
         count = 0
-        for _ in fcdp_compile.stream_state(model, on=(0, 1), bucket_bytes=SMALL):
+        stream = fcdp_compile.stream_state(model, on=(0, 1), bucket_bytes=SMALL)
+        kept.append(stream)  # whoever holds it does not go on with it
+        for _ in stream:
             if (count := count + 1) == 2 and on_second():
                 break
         counts.append(count)
@@ -236,6 +239,18 @@ def _no_rank_waits(mesh: DeviceMesh) -> None:
     assert counts[-1] == 2
     loop(lambda: False)
     assert counts[-1] > 4
+
+    def closed(*ranks: int) -> None:
+        stream = fcdp_compile.stream_state(model)
+        if rank() in ranks:
+            stream.close()
+        else:
+            list(stream)
+
+    found = message_of(FcdpError, partial(closed, 1))
+    assert ("closed a stream" in found) == (rank() != 1), found
+    closed(*range(dist.get_world_size()))
+    loop(lambda: False)
 
 
 def _one_rank_fails(mesh: DeviceMesh) -> None:
@@ -280,6 +295,9 @@ def _changes(mesh: DeviceMesh) -> None:
             assert sent < sum(tensor.nbytes for tensor in expected.values()) / 2
         return wholes
 
+    with torch.inference_mode():
+        for _ in stream_bf16(changes=True):
+            pass
     count = take()
     assert (count > 4) == (rank() == 0)
     assert take() == take() == 0

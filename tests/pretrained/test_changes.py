@@ -111,7 +111,8 @@ def test_a_base_is_what_was_acknowledged() -> None:
     receiver.take(bucket_bytes=100).acknowledge()
     assert receiver.whole == {"0.bias"}
     left = fcdp_compile.stream_state(model, changes=True)
-    next(left)
+    for _ in left:
+        break
     with pytest.raises(FcdpError, match="after all of its buckets"):
         left.acknowledge()
     left.close()

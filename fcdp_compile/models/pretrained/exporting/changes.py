@@ -76,6 +76,7 @@ class ReceiverCopy:
             last._tensors = {}
         _newest[state] = self
 
+    @torch.inference_mode(False)  # the next stream may be outside of it, and changes the copy
     def update(self, name: str, tensor: Tensor) -> Tensor | TensorChanges:
         """Return what the receiver needs of a contiguous tensor, and assume that it will get it."""
         copy = self._before.pop(name, None)

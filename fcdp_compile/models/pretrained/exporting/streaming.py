@@ -18,6 +18,7 @@ pieces can be made later from their sources alone, with all other tensors on met
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,25 +41,34 @@ from fcdp_compile.torch_compat.tensors import storage_id
 
 # Of what a bucket has for a name: `Tensor`, or `Tensor | TensorChanges`.
 T = TypeVar("T")
+Buckets = Generator[list[tuple[str, T]], None, None]
 
 
-class StateStream(Iterator[list[tuple[str, T]]], Generic[T]):
-    """The buckets of `stream_state`, one after the other."""
+class StateStream(Generic[T]):
+    """The buckets of `stream_state`, to go through once.
 
-    def __init__(
-        self,
-        buckets: Generator[list[tuple[str, T]], None, None],
-        state: ShardedModel,
-        copy: ReceiverCopy,
-    ) -> None:
-        self._buckets, self._state, self._copy = buckets, state, copy
+    Only the loop holds what it goes through, so that leaving it ends the stream, and tells the other ranks.
+    """
 
-    def __next__(self) -> list[tuple[str, T]]:
-        return next(self._buckets)
+    def __init__(self, stream: _Stream, copy: ReceiverCopy) -> None:
+        self._stream, self._copy = stream, copy
+        self._new: Buckets[T] | None = stream.buckets()
+        self._begun = weakref.ref(self._new)
+
+    def __iter__(self) -> Iterator[list[tuple[str, T]]]:
+        new, self._new = self._new, None
+        return new or self._begun() or iter(())
 
     def close(self) -> None:
-        """Leave the stream; if it is not at its end, ranks that go on raise an error."""
-        self._buckets.close()
+        """Leave the stream; ranks that go on, or begin, raise an error.
+
+        Before a loop over the stream has begun, every rank must call it, or begin.
+        """
+        if self._new is not None:
+            self._new = None
+            self._stream.decline()
+        elif (begun := self._begun()) is not None:
+            begun.close()
 
     def acknowledge(self) -> None:
         """Tell that the receiver has everything that this rank got: the base of the next `changes=True`.
@@ -67,7 +77,7 @@ class StateStream(Iterator[list[tuple[str, T]]], Generic[T]):
 
         Raises: FcdpError before the last bucket, for a stream without changes, and for any but the last.
         """
-        self._copy.acknowledge(self._state)
+        self._copy.acknowledge(self._stream.state)
 
 
 @overload
@@ -150,7 +160,7 @@ def stream_state(
     )
     if changes:
         copy.begin(state)
-    return StateStream(stream.buckets(), state, copy)
+    return StateStream(stream, copy)
 
 
 def _check_arguments(state: ShardedModel, *given: Any) -> None:
@@ -231,7 +241,7 @@ class _Stream:
         copy: ReceiverCopy | None,
     ) -> None:
         self._dtype = dtype
-        self._state, self._copy, everyone = state, copy, state.topology.everyone
+        self.state, self._copy, everyone = state, copy, state.topology.everyone
         mine = 0 if everyone is None else dist.get_rank(everyone)
         self._values = GatheredValues(state, keeps=mine in on)
         if state.whole:
@@ -253,9 +263,9 @@ class _Stream:
         text = f"{self._copies.describe(self._copies.names())}\n{self._plan}"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
 
-    def buckets(self) -> Generator[list[tuple[str, Any]], None, None]:
+    def buckets(self) -> Buckets[Any]:
         """Yield the buckets."""
-        steps = self._state.counters.steps
+        steps = self.state.counters.steps
         for piece in self._plan:
             self._agree(piece.sources, steps)
             with torch.no_grad():
@@ -281,15 +291,24 @@ class _Stream:
     def _agree(self, sources: Sequence[str], steps: int) -> None:
         """Wait for all ranks, and raise on every rank if any rank cannot go on."""
 
-        def check() -> None:
-            if self._state.counters.steps != steps:
+        def check() -> bool:
+            if self.state.counters.steps != steps:
                 raise FcdpError(
                     "an optimizer has stepped within the loop over fcdp_compile.stream_state, so later "
                     "buckets would have newer values; finish the loop first"
                 )
             self._copies.check(sources)
+            return False
 
-        together(self._state.topology.everyone, check)
+        if any(together(self.state.topology.everyone, check)):
+            raise FcdpError(
+                "other ranks closed a stream of fcdp_compile.stream_state before its first bucket; let every "
+                "rank go through all buckets, or close the stream"
+            )
+
+    def decline(self) -> None:
+        """Tell ranks that go on, at their first bucket, that this rank does not."""
+        together(self.state.topology.everyone, lambda: True)
 
     def _made(self, piece: Piece) -> list[tuple[str, Any]]:
         """Return the tensors of a bucket, on this rank's device; none on a rank that does not ask."""
@@ -312,7 +331,7 @@ class _Stream:
         def raise_it() -> None:
             raise FcdpError(problem)
 
-        everyone = self._state.topology.everyone
+        everyone = self.state.topology.everyone
         # An abandoned generator may end after the process groups.
         if everyone is not None and dist.is_initialized():
             with suppress(FcdpError):
