@@ -103,9 +103,8 @@ def _checksum(values: Tensor) -> Tensor:
     """A number that depends on each value and on its place: int64 [1]."""
     words = values.new_zeros(-(-len(values) // 4) * 4)
     words[: len(values)] = values
-    weights = (
-        torch.arange(len(words) // 4, device=values.device).mul_(2).add_(1)
-    )  # odd: no bit is lost
+    # Odd weights lose no bit.
+    weights = torch.arange(len(words) // 4, device=values.device).mul_(2).add_(1)
     return (words.view(torch.int64) * weights).sum(0, keepdim=True)
 
 

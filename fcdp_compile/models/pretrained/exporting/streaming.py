@@ -135,7 +135,7 @@ def stream_state(
     changes: yield `TensorChanges` instead of a tensor if they have fewer bytes and the receiver has the
     tensor of the last such stream: this rank asked for that stream too, and it was acknowledged
     (`StateStream.acknowledge`).  Otherwise the tensor is whole.  Streams without changes do not count, so do
-    not load one into the receiver.  If the receiver has lost its tensors, ask for a stream and `close` it.
+    not load one into the receiver.  If the receiver has lost its tensors, `close` a stream on every rank.
 
     Memory: on every rank the largest parameter, on ranks that ask a bucket and what its tensors are made of.
     With changes, on ranks that ask, also a copy of all tensors in host memory, kept with the model.
