@@ -481,8 +481,17 @@ static void make_results(const c10::FunctionSchema& schema, torch::jit::Stack& g
   }
 }
 
+// A card keeps a layer norm's statistics in fp32; kernels of the CPU want them in the dtype of all else.
+static void lower_statistics(const c10::OperatorHandle& op, torch::jit::Stack& args) {
+  if (op.operator_name().name != "aten::native_layer_norm_backward") return;
+  auto dtype = args[1].toTensor().scalar_type();
+  if (args[5].isTensor() && args[5].toTensor().defined() && args[5].toTensor().scalar_type() != dtype) return;
+  for (int i : {3, 4}) args[i] = args[i].toTensor().to(dtype);
+}
+
 static void call(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   try {
+    lower_statistics(op, *stack);
     op.callBoxed(stack);
   } catch (const std::exception& error) {
     TORCH_CHECK(false, c10::toString(op.operator_name()), ": ", error.what());
