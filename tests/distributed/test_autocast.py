@@ -9,14 +9,17 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+import fcdp_compile
 from fcdp_compile.backend import compilation
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.passes import reduce_grads
 from fcdp_compile.plan import Direction
 from fcdp_compile.runtime.collectives.counters import AGREE
+from tests.distributed.cut_models import adamw, batch_of, llama
 from tests.distributed.parity import Sharded, Trial, values
 from tests.distributed.ranks import run
 
@@ -106,3 +109,42 @@ def test_two_nodes_of_two() -> None:
 def test_models_of_transformers() -> None:
     trials = [Trial(case=case) for case in CASES]
     run(_check, trials, nodes=2, ranks_per_node=2)
+
+
+def _train_shared(kind: str, *, is_narrow: bool) -> Trained:
+    """Ranks of a node share each batch: by tensor parallelism ("tp") or context parallelism ("cp")."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    whole = fcdp_compile.make_mesh(nodes=2, **{kind: 2})
+    cut = fcdp_compile.tensor_parallel if kind == "tp" else fcdp_compile.context_parallel
+    model = fcdp_compile.shard(cut(llama(), whole), whole)
+    losses: list[float] = []
+    with nullcontext() if is_narrow else _as_before():
+        net: Any = torch.compile(model, backend="fcdp", options={"compute": "eager"})
+        optimizer = adamw(model)
+        for step in range(3):
+            batch = batch_of(dist.get_rank() // 2, step, 16)
+            if kind == "cp":
+                batch = fcdp_compile.sequence_part(batch, whole)
+            with _autocast():
+                loss = net(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        moved = dict(state_of(model).transport.counters.last_step)
+    return Trained(losses, values(model), moved)
+
+
+def _check_shared(_mesh: DeviceMesh) -> None:
+    for kind in ("tp", "cp"):
+        wide, low = (_train_shared(kind, is_narrow=n) for n in (False, True))
+        assert low.losses == wide.losses, kind
+        assert all(map(torch.equal, low.parameters.values(), wide.parameters.values())), kind
+        line = "inter_all_gather"
+        assert wide.moved[line] / 2 <= low.moved[line] < 0.75 * wide.moved[line], kind
+
+
+@pytest.mark.slow
+def test_ranks_of_a_node_share_each_batch() -> None:
+    run(_check_shared, nodes=2, ranks_per_node=2)
