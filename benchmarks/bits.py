@@ -16,6 +16,7 @@ import os
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
@@ -42,6 +43,7 @@ def main() -> None:
     add("--steps", type=int, default=40, help="of fine-tuning (%(default)s)")
     add("--pretraining", type=int, default=300, help="steps before it (%(default)s)")
     add("--batch", type=int, default=4, help="of fine-tuning on nodes (%(default)s)")
+    add("--accumulate", type=int, default=1, help="micro-batches of a step (%(default)s)")
     add("--width", type=int, default=192, help="of the model (%(default)s)")
     add("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -134,16 +136,19 @@ def _trained(model: nn.Module, strategy: str, args: argparse.Namespace) -> Seque
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     losses, seconds = [], []
     batches = _fine(1000 * args.seed + dist.get_rank(), args.batch)
-    for ids, step in zip(batches, range(args.steps), strict=False):
+    last = args.accumulate - 1
+    for step in range(args.steps):
         begun = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1, (step + 1) / _WARMUP)
-        loss = net(input_ids=ids, labels=ids).loss
-        loss.backward()
+        for i, ids in zip(range(args.accumulate), batches, strict=False):
+            with fcdp_compile.no_sync(model) if i < last else nullcontext():
+                loss = net(input_ids=ids, labels=ids).loss / args.accumulate
+                loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().clone()
+        mean = loss.detach() * args.accumulate
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
         seconds.append(time.perf_counter() - begun)
