@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from fcdp_compile.models.pretrained.exporting.streaming import StateStream as StateStream
     from fcdp_compile.models.pretrained.exporting.streaming import stream_state as stream_state
     from fcdp_compile.models.pretrained.load import load_pretrained as load_pretrained
+    from fcdp_compile.models.survival.keeper import Keeper as Keeper
+    from fcdp_compile.models.survival.keeper import survive as survive
     from fcdp_compile.optimizers.combine import combine as combine
     from fcdp_compile.optimizers.muon import Muon as Muon
     from fcdp_compile.optimizers.offload import offload as offload
@@ -61,6 +63,7 @@ _HOMES = {
     "Explanation": "tools.report",
     "FcdpError": "errors",
     "LostRankError": "errors",
+    "Keeper": "models.survival.keeper",
     "Loaded": "models.checkpointing.loading",
     "Memory": "tools.report",
     "Muon": "optimizers.muon",
@@ -94,6 +97,7 @@ _HOMES = {
     "sequence_part": "models.parallel.sequence",
     "shard": "core.sharding.shard",
     "stream_state": "models.pretrained.exporting.streaming",
+    "survive": "models.survival.keeper",
     "tensor_parallel": "models.parallel.tensor",
     "traffic": "tools.report",
 }

@@ -45,6 +45,7 @@ ROOMS = (
         "tools.report",
         "models.pretrained",
         "models.checkpointing",
+        "models.survival",
     ),
     *("tools.planner", "integrations", "cli.tables", "cli"),
 )

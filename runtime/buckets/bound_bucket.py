@@ -295,3 +295,22 @@ class BoundBucket:
 def _shards_in(slot: Tensor, specs: Sequence[ParamSpec], node: int) -> list[Tensor]:
     layouts, shapes = [s.layout for s in specs], [s.local_shape for s in specs]
     return unpack_grads(slot, layouts, shapes, [s.home_dtype for s in specs], node)
+
+
+def shards_in_copy(bucket: BoundBucket, spec: ParamSpec) -> list[Tensor] | None:
+    """The home shards of this rank's place on every node, read in a bucket's copy where it is kept.
+
+    spec: of one of its parameters.  None if the copy is outdated, or has no exact values of all nodes.
+    """
+    home, planned = bucket.home, bucket.bucket
+    node_shard = bucket.cache.node_shard(bucket.generation, home)
+    has_all = planned.slots_per_node_shard == home.nodes and bucket.dtype == spec.home_dtype
+    if node_shard is None or not has_all or not planned.wire.is_exact:
+        return None
+    start = next(p.offset for p in planned.params if p.name == spec.name)
+    slots = node_shard.view(home.nodes, -1).narrow(1, start, spec.layout.slot_elements)
+    shapes = [spec.layout.local_shape(node, home.place) for node in range(home.nodes)]
+    return [
+        unpack_grads(slot, [spec.layout], [shape], [spec.home_dtype], node)[0]
+        for node, (slot, shape) in enumerate(zip(slots, shapes, strict=True))
+    ]

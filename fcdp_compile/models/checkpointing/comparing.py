@@ -14,6 +14,7 @@ from fcdp_compile.core.params.registry import ParamSpec
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.checkpointing.contents import (
     JobObjects,
+    Marking,
     extra_states,
     mark_of_all,
     own_mark,
@@ -46,11 +47,21 @@ class WantedRows(NamedTuple):
 class Comparison:
     """A checkpoint in a folder and a job, on this rank.
 
+    mark: what tells other values of parameters that were left out.
+
     Raises, in every method: CheckpointError, naming the folder and what differs.
     """
 
-    def __init__(self, folder: Path, root: nn.Module, state: ShardedModel, job: JobObjects) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        root: nn.Module,
+        state: ShardedModel,
+        job: JobObjects,
+        mark: Marking = own_mark,
+    ) -> None:
         self.folder, self.root, self.state, self.job = folder, root, state, job
+        self._mark = mark
         self.record = record = read_record(folder)
         self._cuts: dict[str, list[CutTensor]] = {}
         for tensor in record.tensors:
@@ -146,7 +157,7 @@ class Comparison:
                 f"{unset[0]!r} (one of {len(unset)}) has no values yet; "
                 "give the frozen parameters their values first, for example with fcdp_compile.load_pretrained"
             )
-        return [own_mark(self.state, i, r.spec, r.peek()) for i, r in enumerate(records)]
+        return [self._mark(self.state, i, r.spec, r.peek()) for i, r in enumerate(records)]
 
     def check_marks(self, parts: Sequence[Sequence[int]]) -> None:
         """Compare the marks of the parameters that were left out with the model's.

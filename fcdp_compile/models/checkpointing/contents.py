@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,10 @@ class HostCopies:
         return copies
 
 
+Marking = Callable[[ShardedModel, int, ParamSpec, Tensor], int]
+"""Returns this rank's part of the mark of a parameter: `own_mark`, or another function with its arguments."""
+
+
 def contents_of(
     state: ShardedModel,
     root: nn.Module,
@@ -99,10 +103,12 @@ def contents_of(
     copies: HostCopies | None,
     *,
     frozen: bool = True,
+    mark: Marking | None = None,
 ) -> JobContents:
     """Collect everything that a checkpoint holds.
 
-    frozen: whether to include the values of frozen parameters.
+    frozen: whether to include the values of frozen parameters.  mark: what tells other values of those that
+    are left out; None: `own_mark`.
     copies: where tensors are copied to, so that later changes do not reach the checkpoint; None: no copies.
 
     Raises: CheckpointError for anything that cannot be saved, naming it.
@@ -114,8 +120,8 @@ def contents_of(
         if frozen or record.parameter().requires_grad:
             moments.append(Moment(name=name, spec=spec, local=local))
         else:
-            shape, mark = spec.whole_shape, own_mark(state, index, spec, local)
-            left_out.append(LeftOut(name=name, dtype=_dtype(local), shape=shape, mark=mark))
+            shape, of_rank = spec.whole_shape, (mark or own_mark)(state, index, spec, local)
+            left_out.append(LeftOut(name=name, dtype=_dtype(local), shape=shape, mark=of_rank))
     whole = plain_tensors(root, state)
     values: dict[str, Any] = {name: tensor.detach() for name, tensor in whole.items()}
     values |= {name: module.get_extra_state() for name, module in extra_states(root)}

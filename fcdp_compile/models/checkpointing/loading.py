@@ -31,7 +31,9 @@ from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.checkpointing.comparing import Comparison, WantedRows, restores, told
 from fcdp_compile.models.checkpointing.contents import (
     JobObjects,
+    Marking,
     extra_states,
+    own_mark,
     parameter_name,
     parameter_names,
     persistent_buffers,
@@ -95,6 +97,18 @@ def load(
     """
     refuse_swapped(folder, model, "load(folder, model)")
     job = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
+    return load_from(folder, model, job, progress=progress)
+
+
+def load_from(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    job: JobObjects,
+    mark: Marking = own_mark,
+    *,
+    progress: bool = False,
+) -> Loaded:
+    """Do as `load`.  mark: what tells other values of the parameters that `save` left out."""
     root, state = model_of(model), state_of(model)
     end_of_saves(state)
     found: list[_Load] = []
@@ -103,7 +117,7 @@ def load(
         refuse_nameless(folder)
         need_bar(shown=progress)
         refuse_whole(state)
-        found.append(_Load(Path(folder), root, state, job))
+        found.append(_Load(Path(folder), root, state, job, mark))
         return found[0].digest, found[0].own_marks()
 
     doing = f"loading from {folder}"
@@ -149,8 +163,10 @@ class _Load(Comparison):
     Raises: CheckpointError, naming the folder or the file and what is wrong, if checkpoint and job differ.
     """
 
-    def __init__(self, folder: Path, root: nn.Module, state: ShardedModel, job: JobObjects) -> None:
-        super().__init__(folder, root, state, job)
+    def __init__(
+        self, folder: Path, root: nn.Module, state: ShardedModel, job: JobObjects, mark: Marking
+    ) -> None:
+        super().__init__(folder, root, state, job, mark)
         self.files = files = DataFiles(folder, self.record)
         rank = state.topology.number
         self.differing: list[str] = []
@@ -248,7 +264,7 @@ class _Load(Comparison):
                 is_buffer = not isinstance(tensor, nn.Parameter)
                 if is_buffer and (tensor.is_meta or _is_expanded(tensor)):
                     made = self.values[name].to(self.state.device.torch)
-                    _replace_buffer(self.root, tensor, made)
+                    replace_buffer(self.root, tensor, made)
                 else:
                     tensor.detach().copy_(self.values[name])
         for name, weight in quantised_weights(self.root):
@@ -315,7 +331,7 @@ def _is_expanded(tensor: Tensor) -> bool:
     return any(size > 1 and not stride for size, stride in strides)
 
 
-def _replace_buffer(root: nn.Module, old: Tensor, made: Tensor) -> None:
+def replace_buffer(root: nn.Module, old: Tensor, made: Tensor) -> None:
     """Replace a buffer wherever the model holds it, because it has no memory of its own for each element."""
     for module in root.modules():
         for name, buffer in module._buffers.items():

@@ -36,6 +36,7 @@ from fcdp_compile.models.checkpointing.contents import (
     HostCopies,
     JobContents,
     JobObjects,
+    Marking,
     contents_of,
     mark_of_all,
 )
@@ -172,8 +173,16 @@ def save(
     """
     refuse_swapped(folder, model, "save(folder, model)")
     job = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=extra)
-    given = {"frozen": frozen, "asynchronous": asynchronous, "progress": progress}
-    return save_on(Disk(), folder, model, job, step, **given)
+    return save_on(
+        Disk(),
+        folder,
+        model,
+        job,
+        step,
+        frozen=frozen,
+        asynchronous=asynchronous,
+        progress=progress,
+    )
 
 
 def save_on(
@@ -184,10 +193,11 @@ def save_on(
     step: int | None,
     *,
     frozen: bool = True,
+    mark: Marking | None = None,
     asynchronous: bool = False,
     progress: bool = False,
 ) -> PendingSave:
-    """Do as `save`, on a given disk, which tests can watch."""
+    """Do as `save`, on a given disk.  mark: what tells other values of the parameters that are left out."""
     path = Path(folder).absolute()  # a thread may write after the working directory has changed
     root, state = model_of(model), state_of(model)
     if state not in _savers:
@@ -198,7 +208,7 @@ def save_on(
     _refuse_waiting_gradients(state)
     found: list[JobContents] = []
 
-    def look() -> str:
+    def look() -> tuple[str, str]:
         refuse_nameless(folder)
         need_bar(shown=progress)
         if state.accumulation.is_on:
@@ -210,18 +220,18 @@ def save_on(
             raise CheckpointError(f"step must be a whole number, not {step!r}")
         refuse_whole(state)
         copies = saver.copies if asynchronous else None
-        found.append(contents_of(state, root, job, step, copies, frozen=frozen))
+        found.append(contents_of(state, root, job, step, copies, frozen=frozen, mark=mark))
         text = _text(found[0], step, asynchronous=asynchronous)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(text.encode()).hexdigest(), secrets.token_hex(8)
 
     everyone = state.topology.everyone
-    digests = together(everyone, look, CheckpointError, f"saving to {path}")
+    looks = together(everyone, look, CheckpointError, f"saving to {path}")
     (contents,) = found
-    if first_other(digests):
+    if first_other([digest for digest, _ in looks]):
         _raise_difference(state, _text(contents, step, asynchronous=asynchronous))
     pending, topology = PendingSave(), state.topology
     group = saver.group(topology) if asynchronous else everyone
-    write = _Write(contents, path, topology, group, disk, progress)
+    write = _Write(contents, looks[0][1], path, topology, group, disk, progress)
     if asynchronous:
         saver.pending = pending
         pending._start(write.run, tells=topology.number == 0)
@@ -281,9 +291,10 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Write:
-    """One save: its contents, its folder, the ranks that save and a group of them all."""
+    """One save: its contents, its id, its folder, the ranks that save and a group of them all."""
 
     contents: JobContents
+    id: str
     folder: Path
     topology: Topology
     group: dist.ProcessGroup | None
@@ -295,19 +306,22 @@ class _Write:
 
         Raises: CheckpointError on every rank if one fails; the folder then still has its previous checkpoint.
         """
-        new = self._step(lambda: self._begin() if self._is_first else "")[0]
+        leads = self.disk.leads(self.topology)
         try:
-            digests = self._step(lambda: self._look(new))
+            self._step(lambda: self._begin() if leads else None)
+            digests = self._step(self._look)
             names = list(self.contents.values)
             alike = {n for i, n in enumerate(names) if len({d[i] for d in digests}) == 1}
-            written = self._step(lambda: self._write(new, alike))
-            self._step(lambda: self._decide(new, written) if self._is_first else None)
+            written = self._step(lambda: self._write(alike))
+            files = [w.file for w in written]
+            self.disk.spread(self.folder / folder_of(self.id), files, self.topology, self.group)
+            self._step(lambda: self._decide(written) if leads else None)
         except BaseException:
-            if self._is_first:
-                self.disk.take_back(self.folder, new)
+            if leads:
+                self.disk.take_back(self.folder, self.id)
             raise
         # All ranks wait for the sweep, so that the folder holds one checkpoint when `run` returns.
-        self._step(lambda: self.disk.sweep(self.folder) if self._is_first else None)
+        self._step(lambda: self.disk.sweep(self.folder) if leads else None)
 
     @property
     def _is_first(self) -> bool:
@@ -321,24 +335,22 @@ class _Write:
         )
         return [value for _, value in sorted(everyone, key=lambda given: given[0])]
 
-    def _begin(self) -> str:
-        new = secrets.token_hex(8)
+    def _begin(self) -> None:
         try:
-            self.disk.make_folders(self.folder, new)
+            self.disk.make_folders(self.folder, self.id)
         except OSError as error:
             raise CheckpointError(f"cannot write to {self.folder}: {error.strerror}") from error
-        self.disk.sweep(self.folder, new=folder_of(new))
-        return new
+        self.disk.sweep(self.folder, new=folder_of(self.id))
 
-    def _look(self, id: str) -> list[str]:
-        if not (self.folder / folder_of(id)).is_dir():
+    def _look(self) -> list[str]:
+        if not (self.folder / folder_of(self.id)).is_dir():
             raise CheckpointError(
                 f"{self.folder} is another folder on this rank than on rank 0; save to a folder that "
                 "all nodes share"
             )
         return [value.digest() for value in self.contents.values.values()]
 
-    def _write(self, id: str, alike: set[str]) -> _Written:
+    def _write(self, alike: set[str]) -> _Written:
         rank = self.topology.number
         mine = [
             SavedValue(name=name, rank=None if name in alike else rank, tree=value.tree)
@@ -349,7 +361,7 @@ class _Write:
         for value in mine:
             tensors |= self.contents.values[value.name].tensors
         total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        folder, shown = self.folder / folder_of(id), self.progress and self._is_first
+        folder, shown = self.folder / folder_of(self.id), self.progress and self._is_first
         try:
             with bar("saving", total_bytes, shown=shown) as update:
                 file = self.disk.write_data(folder, rank, tensors, update)
@@ -359,10 +371,10 @@ class _Write:
             ) from error
         return _Written(file=file, left_out=self.contents.left_out, values=mine)
 
-    def _decide(self, id: str, written: list[_Written]) -> None:
+    def _decide(self, written: list[_Written]) -> None:
         record = CheckpointRecord(
             checksum="",
-            id=id,
+            id=self.id,
             nodes=self.topology.nodes,
             ranks_per_node=self.topology.ranks_per_node,
             block_bytes=BLOCK_BYTES,

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fcdp_compile.core.params.mesh import Topology
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.checkpointing.format.record import (
     BLOCK_BYTES,
@@ -77,10 +79,23 @@ class BlockSums:
 
 
 class Disk:
-    """The steps of a save on files; tests override `reached` to watch each step, or to stop there."""
+    """The steps of a save on files that all ranks share; tests override `reached` to watch each step."""
 
     def reached(self, point: str) -> None:
         """Do nothing; called after or before each step."""
+
+    def leads(self, topology: Topology) -> bool:
+        """Whether this rank makes, records and removes checkpoints: one rank for each copy of the folder."""
+        return topology.number == 0
+
+    def spread(
+        self,
+        folder: Path,
+        files: Sequence[DataFile],
+        topology: Topology,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Bring the files of ranks, all written, to where they are kept; all ranks of the group call it."""
 
     def make_folders(self, folder: Path, id: str) -> None:
         """Make a checkpoint's folder, its parents, and the folder of its data."""
