@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol
 
 import fcdp_compile
-from fcdp_compile.cli import dump, plan, probe, simulate, strategies
+from fcdp_compile.cli import clean, dump, plan, probe, simulate, strategies
 from fcdp_compile.cli.command import Answer
 from fcdp_compile.errors import FcdpError, did_you_mean
 from fcdp_compile.models.files.json_records import one_line
@@ -38,6 +38,7 @@ _COMMANDS: dict[str, _Command] = {
     "probe": probe,
     "plan": plan,
     "simulate": simulate,
+    "clean": clean,
 }
 
 _ON_EVERY_RANK = ("probe",)
