@@ -72,6 +72,9 @@ def add_how_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("inductor", "eager"),
         help="how operators run (default: the backend decides)",
     )
+    how.add_argument(
+        "--survive", action="store_true", help="keep each step in the memory of the nodes"
+    )
     how.add_argument("--dump", type=Path, metavar="FOLDER", help="where plans go, for `fcdp dump`")
 
 

@@ -12,7 +12,8 @@ machines as slurm.sbatch starts it:
     python examples/full_finetune.py --model FOLDER --data TEXTS --output trained
 
 With --checkpoint it saves during training, and continues from that checkpoint when it is started again, on
-any number of nodes.  torchrun restarts it when a rank dies: torchrun --max-restarts=2 ….
+any number of nodes.  torchrun restarts it when a rank dies: torchrun --max-restarts=2 ….  With --survive it
+then goes on from the memory of the nodes, at most two steps back.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ RECORD = "checkpoint.json"  # the last file that fcdp_compile.save writes
 class TrainingRun:
     """The objects of a training run, made or loaded before its first step.
 
-    start: how many steps were done before.
+    start: how many steps were done before.  keeper: with --survive.
     """
 
     model: nn.Module
@@ -75,6 +76,7 @@ class TrainingRun:
     scheduler: LambdaLR
     place: Place
     start: int
+    keeper: fcdp_compile.Keeper | None
 
 
 def main() -> int:
@@ -125,6 +127,8 @@ def run(args: argparse.Namespace) -> None:
         fcdp_compile.save_pretrained(
             job.model, args.output, tokenizer=job.tokenizer, progress=job.place.rank == 0
         )
+    if job.keeper is not None:
+        job.keeper.close()
     if job.place.rank == 0 and phase is not None:
         print(report([phase], nodes=job.place.nodes, strategy=args.strategy), flush=True)
     if dist.is_initialized():
@@ -161,19 +165,30 @@ def prepare(args: argparse.Namespace) -> TrainingRun:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, args.steps))
     torch.manual_seed(args.seed)
-    if place.all_agree(args.checkpoint is not None and (args.checkpoint / RECORD).exists()):
-        loaded = fcdp_compile.load(
-            args.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler
-        )
-        start = int(loaded.step)
-        if place.rank == 0:
-            print(f"going on after step {start} of {args.checkpoint}")
-    else:
-        start = 0
-        if args.model is not None:
+
+    def begin() -> fcdp_compile.Loaded | None:
+        """Load the last checkpoint or --model, or make new values."""
+        loaded = None
+        if place.all_agree(args.checkpoint is not None and (args.checkpoint / RECORD).exists()):
+            loaded = fcdp_compile.load(
+                args.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler
+            )
+            if place.rank == 0:
+                print(f"going on after step {loaded.step} of {args.checkpoint}")
+        elif args.model is not None:
             fcdp_compile.load_pretrained(model, args.model, progress=place.rank == 0)
-    # Fill values that no file has: all of them from scratch, else tables such as those of positions.
-    fcdp_compile.materialize(model)
+        # Fill values that no file has: all of them from scratch, else tables such as those of positions.
+        fcdp_compile.materialize(model)
+        return loaded
+
+    keeper = None
+    if args.survive:
+        with user_mistakes():
+            keeper = fcdp_compile.survive(model, optimizer, base=begin, scheduler=scheduler)
+        start = keeper.step
+    else:
+        loaded = begin()
+        start = 0 if loaded is None else int(loaded.step)
     return TrainingRun(
         model=model,
         tokenizer=tokenizer,
@@ -182,6 +197,7 @@ def prepare(args: argparse.Namespace) -> TrainingRun:
         scheduler=scheduler,
         place=place,
         start=start,
+        keeper=keeper,
     )
 
 
@@ -213,6 +229,8 @@ def train(job: TrainingRun, args: argparse.Namespace) -> Phase | None:
         job.optimizer.step()
         job.scheduler.step()
         job.optimizer.zero_grad()
+        if job.keeper is not None:
+            job.keeper.commit()
         sent_bytes.append(fcdp_compile.traffic(model).last_step.bytes(link="inter"))
         losses.append(place.average(loss.item()))
         if step == job.start:

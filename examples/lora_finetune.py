@@ -92,9 +92,11 @@ def run(args: argparse.Namespace) -> None:
     else:
         base, encode = load_base(args)
     windows = Windows.cut(text, encode, length=args.seq_len)
-    phases.append(fine_tune(base, windows, args, place))
+    phase = fine_tune(base, windows, args, place)
+    if phase.losses:  # else a job that was started again had done all of its steps
+        phases.append(phase)
 
-    if place.rank == 0:
+    if place.rank == 0 and phases:
         print(report(phases, nodes=place.nodes, strategy=args.strategy), flush=True)
     if dist.is_initialized():
         dist.barrier()  # keep the group until all ranks are done
@@ -179,13 +181,20 @@ def train(
     compiled = shard_and_compile(name, model, args, place)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
 
+    keeper = None
+    if args.survive and name == "LoRA":
+        with user_mistakes():
+            keeper = fcdp_compile.survive(model, optimizer)
+    start = 0 if keeper is None else keeper.step
+
     losses: list[float] = []
     sent_bytes: list[int] = []
     tokens_per_s = 0.0
     step_tokens = args.batch_size * args.seq_len * place.world_size
     compiled_at_s = 0.0
-    with tqdm(total=steps, desc=name, disable=place.rank != 0, dynamic_ncols=True) as bar:
-        for step in range(steps):
+    silent = place.rank != 0
+    with tqdm(total=steps, initial=start, desc=name, disable=silent, dynamic_ncols=True) as bar:
+        for step in range(start, steps):
             for group in optimizer.param_groups:
                 group["lr"] = lr * lr_factor(step, steps)
             batch = windows.batch(
@@ -199,17 +208,21 @@ def train(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            if keeper is not None:
+                keeper.commit()
 
             sent_bytes.append(fcdp_compile.traffic(model).last_step.bytes(link="inter"))
             losses.append(place.average(loss.item()))
-            if step == 0:
+            if step == start:
                 compiled_at_s = time.perf_counter()
             else:
-                tokens_per_s = step * step_tokens / (time.perf_counter() - compiled_at_s)
+                tokens_per_s = (step - start) * step_tokens / (time.perf_counter() - compiled_at_s)
             bar.set_postfix_str(
                 f"loss {losses[-1]:.3f}, {tokens_per_s:,.0f} tokens/s", refresh=False
             )
             bar.update()
+    if keeper is not None:
+        keeper.close()
     return Phase(
         name=name,
         losses=losses,

@@ -158,6 +158,9 @@ class Job:
         if args.system == "disk":
             command.append(f"--checkpoint={folder / f'{job}-checkpoint'}")
         environment = {**os.environ, "FCDP_NODE_MEMORY": str(memory), "OMP_NUM_THREADS": "1"}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = (
+            "1"  # else a launcher that joins later waits in vain
+        )
         output = (folder / f"node{node}.log").open("a")
         self._agents[node] = self._nodes.start(
             node, command, env=environment, stdout=output, stderr=output, start_new_session=True

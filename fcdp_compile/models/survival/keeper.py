@@ -73,8 +73,9 @@ def survive(
     node before (with AdamW, 12 bytes for each trained parameter in fp32).  So one node may be lost at a time.
     FCDP_NODE_MEMORY names the folder in memory, if not /dev/shm.
 
-    base: gives the model its first values, for example from a checkpoint on disk; called only if the nodes'
-    memory has no state of this job.  None: the model has its values already.
+    base: gives the model its first values, called only if the nodes' memory has no state of this job.  If it
+    returns what `fcdp_compile.load` has returned, the job goes on from that checkpoint's step.  None: the
+    model has its values already.
     scheduler, scaler: as for `save`.
     every: after how many calls of `commit` the state is copied.
     job: names the job, the same after a restart, and different from other jobs; by default torchrun's
@@ -147,7 +148,9 @@ class Keeper:
         self._pending = PendingSave()
         if not self._restore() and base is not None:
             with _Timed(self.seconds, "base"):
-                base()
+                loaded = base()
+            if isinstance(loaded, Loaded):
+                self.step, self.extra = loaded.step or 0, loaded.extra
 
     # --- each step ------------------------------------------------------------------------------------------
 
