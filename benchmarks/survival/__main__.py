@@ -171,12 +171,13 @@ class Job:
     def _break(self, kind: str) -> Fault:
         fault = Fault(kind=kind, node=self._random.choice(self._members))
         time.sleep(self._random.uniform(0.0, 1.0))
-        done = max(line["step"] for line in self._steps())
         sent = self._sent()
         begun_s = time.time()
         getattr(self, f"_{kind}")(fault.node)
         life = self._recovered(begun_s, fault)
         fault.ranks = life["grouped"]["ranks"]
+        ended_s = life["begun"]["at"]
+        done = max(line["step"] for line in self._steps() if line["at"] < ended_s)
         fault.lost = done - life["restored"]["step"]
         times = [begun_s, *(life[part]["at"] for part in ("begun", *_PARTS))]
         fault.parts = [round(b - a, 2) for a, b in itertools.pairwise(times)]
