@@ -167,19 +167,7 @@ def prepare(args: argparse.Namespace) -> TrainingRun:
     torch.manual_seed(args.seed)
 
     def begin() -> fcdp_compile.Loaded | None:
-        """Load the last checkpoint or --model, or make new values."""
-        loaded = None
-        if place.all_agree(args.checkpoint is not None and (args.checkpoint / RECORD).exists()):
-            loaded = fcdp_compile.load(
-                args.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler
-            )
-            if place.rank == 0:
-                print(f"going on after step {loaded.step} of {args.checkpoint}")
-        elif args.model is not None:
-            fcdp_compile.load_pretrained(model, args.model, progress=place.rank == 0)
-        # Fill values that no file has: all of them from scratch, else tables such as those of positions.
-        fcdp_compile.materialize(model)
-        return loaded
+        return first_values(model, optimizer, scheduler, args, place)
 
     keeper = None
     if args.survive:
@@ -199,6 +187,28 @@ def prepare(args: argparse.Namespace) -> TrainingRun:
         start=start,
         keeper=keeper,
     )
+
+
+def first_values(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LambdaLR,
+    args: argparse.Namespace,
+    place: Place,
+) -> fcdp_compile.Loaded | None:
+    """Load the last checkpoint or --model, or make new values; returns what was loaded of the checkpoint."""
+    loaded = None
+    if place.all_agree(args.checkpoint is not None and (args.checkpoint / RECORD).exists()):
+        loaded = fcdp_compile.load(
+            args.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler
+        )
+        if place.rank == 0:
+            print(f"going on after step {loaded.step} of {args.checkpoint}")
+    elif args.model is not None:
+        fcdp_compile.load_pretrained(model, args.model, progress=place.rank == 0)
+    # Fill values that no file has: all of them from scratch, else tables such as those of positions.
+    fcdp_compile.materialize(model)
+    return loaded
 
 
 def train(job: TrainingRun, args: argparse.Namespace) -> Phase | None:

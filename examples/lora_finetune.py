@@ -165,6 +165,12 @@ def shard_and_compile(name: str, model: nn.Module, args: argparse.Namespace, pla
     return torch.compile(model, backend="fcdp", options=options)
 
 
+def survivor(model: nn.Module, optimizer: torch.optim.Optimizer) -> fcdp_compile.Keeper:
+    """Go on from what the nodes' memory has, if the job was killed."""
+    with user_mistakes():
+        return fcdp_compile.survive(model, optimizer)
+
+
 def train(
     name: str,
     model: nn.Module,
@@ -181,10 +187,7 @@ def train(
     compiled = shard_and_compile(name, model, args, place)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
 
-    keeper = None
-    if args.survive and name == "LoRA":
-        with user_mistakes():
-            keeper = fcdp_compile.survive(model, optimizer)
+    keeper = survivor(model, optimizer) if args.survive and name == "LoRA" else None
     start = 0 if keeper is None else keeper.step
 
     losses: list[float] = []
@@ -192,18 +195,12 @@ def train(
     tokens_per_s = 0.0
     step_tokens = args.batch_size * args.seq_len * place.world_size
     compiled_at_s = 0.0
-    silent = place.rank != 0
-    with tqdm(total=steps, initial=start, desc=name, disable=silent, dynamic_ncols=True) as bar:
+    how = {"initial": start, "disable": place.rank != 0, "dynamic_ncols": True}
+    with tqdm(total=steps, desc=name, **how) as bar:
         for step in range(start, steps):
             for group in optimizer.param_groups:
                 group["lr"] = lr * lr_factor(step, steps)
-            batch = windows.batch(
-                step,
-                size=args.batch_size,
-                rank=place.rank,
-                world_size=place.world_size,
-                seed=args.seed,
-            ).to(place.device)
+            batch = batch_of(windows, step, args, place)
             loss = compiled(input_ids=batch, labels=batch).loss
             loss.backward()
             optimizer.step()
@@ -231,6 +228,13 @@ def train(
         trainable_bytes=trainable_bytes,
         tokens_per_s=tokens_per_s,
     )
+
+
+def batch_of(windows: Windows, step: int, args: argparse.Namespace, place: Place) -> torch.Tensor:
+    """This rank's batch of a step, on its device."""
+    size, ranks = args.batch_size, place.world_size
+    batch = windows.batch(step, size=size, rank=place.rank, world_size=ranks, seed=args.seed)
+    return batch.to(place.device)
 
 
 def count_bytes(parameters: Iterable[nn.Parameter]) -> int:

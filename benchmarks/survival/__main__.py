@@ -68,7 +68,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
         Nodes(args.nodes + 1, bits_per_s=args.bandwidth) as nodes,
     ):
-        faults = Job(args, nodes, Path(folder), Path(memory)).run()
+        faults = DisturbedJob(args, nodes, Path(folder), Path(memory)).run()
     for fault in faults:
         print(json.dumps(fault.__dict__))
     print(tabulate(_table(faults), headers=("fault", "trials", "lost steps", "seconds", *_NAMES)))
@@ -79,7 +79,7 @@ _NAMES = ("detect, restart", "imports", "groups", "model", "refill", "first step
 
 
 @dataclass
-class Fault:
+class FaultCost:
     """One fault, and what it cost.
 
     lost: steps that were finished and are done again.  seconds: until the next step was finished, and its
@@ -95,7 +95,7 @@ class Fault:
     sent: int = 0
 
 
-class Job:
+class DisturbedJob:
     """The job, its nodes, and what they note."""
 
     def __init__(self, args: argparse.Namespace, nodes: Nodes, folder: Path, memory: Path) -> None:
@@ -106,7 +106,7 @@ class Job:
         for name in ("undisturbed", "disturbed"):
             (folder / name).mkdir()
 
-    def run(self) -> list[Fault]:
+    def run(self) -> list[FaultCost]:
         """Train undisturbed, and then with faults."""
         self._make_base()
         self._nodes.start(self._args.nodes, [sys.executable, "-c", _STORE])
@@ -168,8 +168,8 @@ class Job:
 
     # --- faults ---------------------------------------------------------------------------------------------
 
-    def _break(self, kind: str) -> Fault:
-        fault = Fault(kind=kind, node=self._random.choice(self._members))
+    def _break(self, kind: str) -> FaultCost:
+        fault = FaultCost(kind=kind, node=self._random.choice(self._members))
         time.sleep(self._random.uniform(0.0, 1.0))
         sent = self._sent()
         begun_s = time.time()
@@ -258,7 +258,7 @@ class Job:
             for line in life["steps"]
         ]
 
-    def _recovered(self, since_s: float, fault: Fault) -> dict[str, Any]:
+    def _recovered(self, since_s: float, fault: FaultCost) -> dict[str, Any]:
         """The last rank's life that has begun since then and finished a step."""
         while True:
             self._supervise()
@@ -307,7 +307,7 @@ def _compare(undisturbed: Sequence[dict[str, Any]], steps: Sequence[dict[str, An
     )
 
 
-def _table(faults: Sequence[Fault]) -> Iterator[Sequence[object]]:
+def _table(faults: Sequence[FaultCost]) -> Iterator[Sequence[object]]:
     for kind in dict.fromkeys(fault.kind for fault in faults):
         of_kind = [fault for fault in faults if fault.kind == kind]
         parts = [

@@ -10,6 +10,7 @@ BEGUN_S = time.time()
 import argparse
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,23 +58,10 @@ def main() -> None:
     net: Any = torch.compile(model, backend="fcdp", options={"compute": "eager"}, dynamic=False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     notes.add("sharded")
-
-    def load_base() -> None:
-        torch.manual_seed(0)
-        fcdp_compile.load_pretrained(model, args.base)
-        fcdp_compile.materialize(model)
-
-    if args.checkpoint is None:
-        keeper = fcdp_compile.survive(model, optimizer, base=load_base)
-        first = keeper.step
-        notes.add("restored", step=first, seconds=keeper.seconds)
-    else:
-        load_base()
-        first = 0
-        if (args.checkpoint / "checkpoint.json").exists():
-            first = fcdp_compile.load(args.checkpoint, model, optimizer=optimizer).step or 0
-        notes.add("restored", step=first)
-    for step in range(first, args.steps):
+    keeping = _InMemory if args.checkpoint is None else _OnDisk
+    kept = keeping(model, optimizer, args)
+    notes.add("restored", step=kept.step)
+    for step in range(kept.step, args.steps):
         loss = net(input_ids=(ids := _rows(step)), labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -81,24 +69,64 @@ def main() -> None:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         sent = fcdp_compile.traffic(model).last_step.bytes("inter", "all_gather")
-        if args.checkpoint is None:
-            keeper.commit()
-        else:
-            fcdp_compile.save(
-                args.checkpoint,
-                model,
-                optimizer=optimizer,
-                step=step + 1,
-                frozen=False,
-                asynchronous=True,
-            )
+        kept.commit(step + 1)
         notes.add("step", step=step + 1, loss=mean.item() / dist.get_world_size(), sent=sent)
         time.sleep(args.pace)
-    if args.checkpoint is None:
-        keeper.close()
+    kept.close()
     notes.add("ended")
     dist.barrier()
     dist.destroy_process_group()
+
+
+class _InMemory:
+    """Each step is kept in the memory of the nodes."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace
+    ) -> None:
+        base = partial(_load_base, model, args.base)
+        self._keeper = fcdp_compile.survive(model, optimizer, base=base)
+        self.step = self._keeper.step
+
+    def commit(self, step: int) -> None:
+        self._keeper.commit()
+
+    def close(self) -> None:
+        self._keeper.close()
+
+
+class _OnDisk:
+    """Each step is kept on a disk that all nodes share."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, args: argparse.Namespace
+    ) -> None:
+        _load_base(model, args.base)
+        self._model, self._optimizer, self._folder = model, optimizer, args.checkpoint
+        self.step = 0
+        if (args.checkpoint / "checkpoint.json").exists():
+            self.step = fcdp_compile.load(args.checkpoint, model, optimizer=optimizer).step or 0
+        self._pending = fcdp_compile.PendingSave()
+
+    def commit(self, step: int) -> None:
+        self._pending.wait()
+        self._pending = fcdp_compile.save(
+            self._folder,
+            self._model,
+            optimizer=self._optimizer,
+            step=step,
+            frozen=False,
+            asynchronous=True,
+        )
+
+    def close(self) -> None:
+        self._pending.wait()
+
+
+def _load_base(model: nn.Module, folder: Path) -> None:
+    torch.manual_seed(0)
+    fcdp_compile.load_pretrained(model, folder)
+    fcdp_compile.materialize(model)
 
 
 def _model(folder: Path) -> nn.Module:
