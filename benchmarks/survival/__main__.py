@@ -33,10 +33,11 @@ from benchmarks.cluster.nodes import Nodes
 from benchmarks.cluster.rates import read_rate
 
 KINDS = ("rank", "launcher", "node", "gone", "cut", "stop")
-"""A rank is killed; a launcher; a node, replaced at once; a node, replaced later; a cable is out for 15 s; a
-rank stops for 20 s."""
-_UNDISTURBED = 800
+"""A rank is killed; a launcher; a node, replaced at once; a node, replaced later; a cable is out, or a rank
+stops, for longer than ranks wait for each other."""
+_UNDISTURBED = 600
 """Steps of the job that nothing disturbs."""
+_LONG_S = 60
 _RENDEZVOUS = (
     "is_host=0,last_call_timeout=3,read_timeout=10,keep_alive_interval=1,keep_alive_max_attempt=3"
 )
@@ -217,13 +218,13 @@ class DisturbedJob:
 
     def _cut(self, node: int) -> None:
         self._nodes.cut(node)
-        time.sleep(15)
+        time.sleep(_LONG_S)
         self._nodes.join(node)
 
     def _stop(self, node: int) -> None:
         pid = self._random.choice(self._workers(node))
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(20)
+        time.sleep(_LONG_S)
         if Path(f"/proc/{pid}").exists():
             os.kill(pid, signal.SIGCONT)
 

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ class NodeMemory:
     def __init__(self, root: Path, job: str, node: int) -> None:
         self.job = job
         self.folder = _job_folder(root, job) / f"node-{node}"
-        self._lock: int | None = None
+        self._lock: weakref.finalize[[int], NodeMemory] | None = None
 
     def hold(self) -> None:
         """Make the folder if it is not there, and hold its lock together with other processes of the job.
@@ -89,14 +90,14 @@ class NodeMemory:
             lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(lock, fcntl.LOCK_SH)
             if _is_there(self.folder / _LOCK, lock):
-                self._lock = lock
+                self._lock = weakref.finalize(self, os.close, lock)
                 return
             os.close(lock)  # another process has removed the folder meanwhile
 
     def release(self) -> None:
         """Give the lock back."""
         if self._lock is not None:
-            os.close(self._lock)
+            self._lock()
             self._lock = None
 
     def remove(self) -> None:

@@ -45,6 +45,8 @@ class FcdpOptions:
     logs its model FLOPs utilisation.
     generate: whether parameters are whole on every rank while a model generates: "whole"; "sharded", for
     models that do not fit a GPU; "auto": whole if they fit the free memory.
+    survive: after how many steps the Trainer keeps its state in the memory of the nodes, such as 1; a job
+    that loses a process or a node goes on from there (`fcdp_compile.survive`).  None: never.
 
     Raises: ValueError or TypeError for a strategy or an option that does not exist.
     """
@@ -62,6 +64,7 @@ class FcdpOptions:
     options: Mapping[str, Any] = field(default_factory=dict)
     companion_strategy: str | Strategy | None = None
     generate: Literal["auto", "whole", "sharded"] = "auto"
+    survive: int | None = None
     peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +74,10 @@ class FcdpOptions:
             Strategy.parse(self.companion_strategy)
         if self.peak_tflops is not None and not self.peak_tflops > 0:
             raise ArgumentError(f"peak_tflops must be more than 0, not {self.peak_tflops!r}")
+        if self.survive is not None and not (type(self.survive) is int and self.survive > 0):
+            raise ArgumentError(
+                f"survive must be a whole number of steps above 0, not {self.survive!r}"
+            )
         if self.generate not in ("auto", "whole", "sharded"):
             raise ArgumentError(
                 f"generate must be 'auto', 'whole' or 'sharded', not {self.generate!r}"

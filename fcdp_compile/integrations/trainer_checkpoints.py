@@ -11,9 +11,11 @@ No pickle is loaded.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +24,14 @@ import transformers
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from torch import nn
+from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 
 from fcdp_compile.core.ranks.messages import together
 from fcdp_compile.core.sharding.shard import state_of
 from fcdp_compile.errors import ArgumentError, CheckpointError
-from fcdp_compile.models.checkpointing.contents import rng_state, set_rng_state
+from fcdp_compile.integrations.options import FcdpOptions
+from fcdp_compile.models.checkpointing.contents import JobObjects, rng_state, set_rng_state
 from fcdp_compile.models.checkpointing.format.disk import Disk
 from fcdp_compile.models.checkpointing.format.record import RECORD
 from fcdp_compile.models.checkpointing.loading import load
@@ -35,6 +39,7 @@ from fcdp_compile.models.checkpointing.saving import save
 from fcdp_compile.models.pretrained.exporting.export import save_pretrained
 from fcdp_compile.models.pretrained.huggingface import has_adapters
 from fcdp_compile.models.pretrained.load import load_pretrained
+from fcdp_compile.models.survival.keeper import Keeper, open_keeper
 
 if TYPE_CHECKING:
 
@@ -59,8 +64,16 @@ _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 class TrainerCheckpoints(_Base):
     """The part of `FcdpMixin` that saves and loads; all ranks must call its methods."""
 
+    fcdp: FcdpOptions
+
     _generators: dict[str, Any] | None = None
     """The states of this rank's generators right after the checkpoint was loaded."""
+
+    _keeper: Keeper | None = None
+    """Keeps each step in the memory of the nodes, during a training that shall survive."""
+
+    _begins: _Begins | None = None
+    """What loads a step from the memory of the nodes, if there is one."""
 
     # --- saving -------------------------------------------------------------------------------------------
 
@@ -128,11 +141,38 @@ class TrainerCheckpoints(_Base):
                     "to resume from; leave resume_from_checkpoint out, or name a folder"
                 )
         self._generators = None
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        every = self.fcdp.survive
+        if every is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        keeper = open_keeper(self.sharded_model(), every=every, job=None)
+        begins = _Begins(self, keeper)
+        self.add_callback(begins)
+        try:
+            with keeper, tempfile.TemporaryDirectory() as folder:
+                if (extra := keeper.peek()) is not None:
+                    resume_from_checkpoint = folder
+                    Path(folder, TRAINER_STATE_NAME).write_text(extra[_STATE])
+                    self._begins = begins
+                self._keeper = keeper
+                return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.remove_callback(begins)
+            self._keeper = self._begins = None
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        keeper = self._keeper
+        if (
+            keeper is not None and self.state.global_step > keeper.step
+        ):  # not at the end of an epoch
+            text = json.dumps(dataclasses.asdict(self.state), sort_keys=True)
+            keeper.commit(extra={_STATE: text})
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
+        if self._begins is not None:  # `_load_optimizer_and_scheduler` loads all
+            return
         # `_load_optimizer_and_scheduler` loads a complete checkpoint, the model together with the optimizer.
         if not self._is_whole(resume_from_checkpoint):
             self._load_weights(resume_from_checkpoint)
@@ -141,6 +181,10 @@ class TrainerCheckpoints(_Base):
         if checkpoint is None:
             return
         model = self.sharded_model()
+        if self._begins is not None:
+            self._begins.begin()
+            self._generators = rng_state(state_of(model).device.torch)
+            return
         if not self._is_whole(checkpoint):
             if self.args.process_index == 0:
                 log.warning(
@@ -213,6 +257,42 @@ class TrainerCheckpoints(_Base):
         optimizer: Any = self.optimizer
         own: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
         return own
+
+
+_STATE = "trainer_state"
+
+
+class _Begins(TrainerCallback):
+    """Lets a keeper begin once the Trainer's optimizer is made; it loads what the nodes' memory has."""
+
+    def __init__(self, trainer: TrainerCheckpoints, keeper: Keeper) -> None:
+        self._trainer, self._keeper = trainer, keeper
+        self._has_begun = False
+
+    def begin(self) -> None:
+        """Load the step that the Trainer's state is of.
+
+        Raises: CheckpointError on every rank if that step is damaged.
+        """
+        self._has_begun = True
+        trainer = self._trainer
+        objects = JobObjects(
+            optimizer=trainer._own_optimizer(),
+            scheduler=trainer.lr_scheduler,
+            scaler=trainer.accelerator.scaler,
+            extra=None,
+        )
+        self._keeper.begin(objects, None)
+        if self._keeper.step != trainer.state.global_step:
+            raise CheckpointError(
+                f"step {trainer.state.global_step} in the memory of the nodes is damaged; remove the memory "
+                "with `fcdp clean` on every node, and resume from a checkpoint"
+            )
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if not self._has_begun:
+            self._keeper.step = self._trainer.state.global_step
+            self.begin()
 
 
 def last_whole_checkpoint(folder: Path) -> str | None:

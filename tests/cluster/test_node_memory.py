@@ -86,7 +86,8 @@ def test_a_process_that_is_killed_holds_nothing(root: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; "
         "from fcdp_compile.cluster.node_memory import NodeMemory; "
-        f"NodeMemory(Path({str(root)!r}), 'job', 0).hold(); print('held', flush=True); time.sleep(60)"
+        f"memory = NodeMemory(Path({str(root)!r}), 'job', 0); memory.hold(); "
+        "print('held', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ)
     assert child.stdout is not None

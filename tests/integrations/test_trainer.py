@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,37 @@ def _adapters_resumed(mesh: DeviceMesh, folder: Path) -> None:
         CheckpointError, match=r"1 of the \d+ frozen parameters that were not saved"
     ):
         again.train(resume_from_checkpoint=str(saved))
+
+
+class _Killed(TrainerCallback):
+    """Ends a training after some steps, as if its process had died."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._steps:
+            raise KeyboardInterrupt
+
+
+def _survives(mesh: DeviceMesh, folder: Path, memory: Path) -> None:
+    os.environ |= {"FCDP_NODE_MEMORY": str(memory), "TORCHELASTIC_RUN_ID": "job"}
+    variation: dict[str, Any] = {
+        "changed": True, "lora": True, "model": {"dropout": 0.1}, "max_steps": 5,
+    }  # fmt: skip
+    once: Any = run_script(folder, **variation)["trainer"]
+    options = FcdpOptions(survive=1)
+    with pytest.raises(KeyboardInterrupt):
+        run_script(folder, trainer={"fcdp": options, "callbacks": [_Killed(3)]}, **variation)
+    again: Any = run_script(folder, trainer={"fcdp": options}, **variation)["trainer"]
+    assert fcdp_compile.traffic(again.model).steps in (2, 3), "it did not go on"
+    assert _numbers(again.state.log_history) == _numbers(once.state.log_history)
+    assert not any(memory.iterdir())
+
+
+def test_a_killed_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    run(_survives, tmp_path, tmp_path / "memory", nodes=2, ranks_per_node=1)
 
 
 def _numbers(history: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +26,8 @@ from fcdp_compile.core.ranks.messages import first_other, together
 from fcdp_compile.core.sharding.shard import model_of, state_of
 from fcdp_compile.errors import ArgumentError, CheckpointError
 from fcdp_compile.models.checkpointing.contents import JobObjects
+from fcdp_compile.models.checkpointing.format.record import read_record
+from fcdp_compile.models.checkpointing.format.tree import decode
 from fcdp_compile.models.checkpointing.loading import Loaded, load_from
 from fcdp_compile.models.checkpointing.saving import PendingSave, save_on
 from fcdp_compile.models.survival.exchange import send_files
@@ -84,8 +87,16 @@ def survive(
     Raises: ArgumentError on every rank if the job has no id, or for a wrong argument; CheckpointError on
     every rank if the memory is that of another model; ValueError if the model is not sharded.
     """
+    keeper = open_keeper(model, every=every, job=job)
+    keeper.begin(
+        JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=None), base
+    )
+    return keeper
+
+
+def open_keeper(model: nn.Module, *, every: int, job: str | None) -> Keeper:
+    """Do the first half of `survive`: look at what the nodes have.  `Keeper.begin` does the rest."""
     root, state = model_of(model), state_of(model)
-    objects = JobObjects(optimizer=optimizer, scheduler=scheduler, scaler=scaler, extra=None)
 
     def check() -> tuple[str, str, str, int]:
         if type(every) is not int or every < 1:
@@ -102,7 +113,7 @@ def survive(
     marks = [mark for _, _, mark, _ in told]
     memory = NodeMemory(memory_root(), told[0][0], _number_on_machine(state.topology, marks))
     together(state.topology.everyone, memory.hold, CheckpointError, _DOING)
-    return Keeper(root, state, objects, memory, every, base)
+    return Keeper(root, state, memory, every)
 
 
 def _number_on_machine(topology: Topology, marks: list[str]) -> int:
@@ -129,23 +140,54 @@ class Keeper:
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        state: ShardedModel,
-        objects: JobObjects,
-        memory: NodeMemory,
-        every: int,
-        base: Callable[[], object] | None,
+        self, root: nn.Module, state: ShardedModel, memory: NodeMemory, every: int
     ) -> None:
         self.step = 0
         self.extra: Any = None
         self.seconds: dict[str, float] = {}
-        self._root, self._state, self._objects = root, state, objects
+        self._root, self._state = root, state
         self._memory, self._every = memory, every
+        self._objects = JobObjects(optimizer=None, scheduler=None, scaler=None, extra=None)
         self._disk = NeighboursMemory(memory.folder)
         self._folder = STATES[0]
         self._frozen: str | None = None  # the checksum of what is kept of them
         self._pending = PendingSave()
+        with _Timed(self.seconds, "look"):
+            everyone = together(
+                state.topology.everyone,
+                lambda: kept_in(memory.folder),
+                CheckpointError,
+                _DOING,
+            )
+        ranks = everyone_ranks(state.topology)
+        self._found = Found([everyone[ranks[node, 0, 0]] for node in range(state.topology.nodes)])
+
+    def peek(self) -> Any:
+        """What `commit` got as `extra` at the newest step; None without a step.  All ranks must call it."""
+        states = self._found.states
+        if not states:
+            return None
+
+        def look() -> Any:
+            record = read_record(self._memory.folder / states[0].folder)
+            if record.checksum != states[0].checksum:
+                return None
+            trees = [v.tree for v in record.values if v.name == "extra" and not v.rank]
+            return trees[0]
+
+        def read() -> Any:
+            try:
+                return look()
+            except CheckpointError:
+                return None
+
+        everyone = together(self._state.topology.everyone, read, CheckpointError, _DOING)
+        found = next(tree for tree in everyone if tree is not None)
+        return decode(found, _no_tensors, "extra")
+
+    def begin(self, objects: JobObjects, base: Callable[[], object] | None) -> None:
+        """Load the newest step, or else call `base`; `commit` then keeps these objects."""
+        self._objects = objects
         if not self._restore() and base is not None:
             with _Timed(self.seconds, "base"):
                 loaded = base()
@@ -202,9 +244,9 @@ class Keeper:
     def close(self) -> None:
         """Remove the job's memory: the job has ended and needs no state.  All ranks must call it."""
         self._pending.wait()
-        together(self._state.topology.everyone, self._memory.release, doing="closing a keeper")
-        if self._disk.leads(self._state.topology):
-            self._memory.remove()
+        everyone, leads = self._state.topology.everyone, self._disk.leads(self._state.topology)
+        for act in (self._memory.release, lambda: self._memory.remove() if leads else None):
+            together(everyone, act, doing="closing a keeper")
 
     def __enter__(self) -> Keeper:
         return self
@@ -217,23 +259,17 @@ class Keeper:
     ) -> None:
         if error is None:
             self.close()
+        else:
+            self._memory.release()
 
     # --- after a restart ------------------------------------------------------------------------------------
 
     def _restore(self) -> bool:
         """Load the newest step that the nodes have between them; return whether there is one."""
-        topology = self._state.topology
-        with _Timed(self.seconds, "look"):
-            everyone = together(
-                topology.everyone, lambda: kept_in(self._memory.folder), CheckpointError, _DOING
-            )
-        ranks = everyone_ranks(topology)
-        found = Found([everyone[ranks[node, 0, 0]] for node in range(topology.nodes)])
-        whole = found.whole()
-        frozen = next((kept for kept in whole if kept.folder == FROZEN), None)
-        states = [kept for kept in whole if kept.folder != FROZEN]
+        topology, found = self._state.topology, self._found
+        frozen, states = found.frozen, found.states
         if frozen is None or not states:
-            if any(everyone) and topology.number == 0:
+            if found.is_any and topology.number == 0:
                 log.warning(
                     "the nodes have memory of job %s, but no step of it is whole: two neighbouring nodes are "
                     "gone, or memory is damaged; the job starts from its checkpoint",
@@ -318,6 +354,10 @@ class Keeper:
 
 def _other(folder: str) -> str:
     return STATES[1 - STATES.index(folder)]
+
+
+def _no_tensors(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    raise CheckpointError(f"{name} is a tensor, which a peek does not read")
 
 
 class _Timed:

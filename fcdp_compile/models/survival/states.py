@@ -125,7 +125,11 @@ def _size(data: Path, number: int) -> int | None:
 
 
 class Found:
-    """What all nodes have, as every rank was told.  nodes: what each node has."""
+    """What all nodes have between them.  nodes: what each node has.
+
+    is_any: whether there is anything.  frozen: the frozen parameters, if each of their files is on some node.
+    states: the steps of which each file is on some node, the newest first.
+    """
 
     def __init__(self, nodes: Sequence[Iterable[Kept]]) -> None:
         self._nodes = [{kept.checksum: kept for kept in of_one} for of_one in nodes]
@@ -133,12 +137,14 @@ class Found:
         for of_one in self._nodes:
             self._all |= of_one
 
-    def whole(self) -> list[Kept]:
-        """The checkpoints of which each file is on some node, the latest step first."""
-        complete = [
-            k for k in self._all.values() if self._holders(k).keys() >= set(range(len(k.sizes)))
+        whole = [
+            k for k in self._all.values() if set(range(len(k.sizes))) <= self._holders(k).keys()
         ]
-        return sorted(complete, key=lambda kept: (-kept.step, kept.checksum))
+        whole.sort(key=lambda kept: (-kept.step, kept.checksum))
+        frozen = [kept for kept in whole if kept.folder == FROZEN]
+        self.is_any = bool(self._all)
+        self.frozen = frozen[0] if frozen else None
+        self.states = [kept for kept in whole if kept.folder != FROZEN]
 
     def _holders(self, kept: Kept) -> dict[int, list[int]]:
         """The nodes that have each file."""
