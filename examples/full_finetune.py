@@ -166,7 +166,7 @@ def prepare(args: argparse.Namespace) -> TrainingRun:
     scheduler = LambdaLR(optimizer, lambda step: lr_factor(step, args.steps))
     torch.manual_seed(args.seed)
 
-    def begin() -> fcdp_compile.Loaded | None:
+    def begin() -> int:
         return first_values(model, optimizer, scheduler, args, place)
 
     keeper = None
@@ -175,8 +175,7 @@ def prepare(args: argparse.Namespace) -> TrainingRun:
             keeper = fcdp_compile.survive(model, optimizer, base=begin, scheduler=scheduler)
         start = keeper.step
     else:
-        loaded = begin()
-        start = 0 if loaded is None else int(loaded.step)
+        start = begin()
     return TrainingRun(
         model=model,
         tokenizer=tokenizer,
@@ -195,20 +194,21 @@ def first_values(
     scheduler: LambdaLR,
     args: argparse.Namespace,
     place: Place,
-) -> fcdp_compile.Loaded | None:
-    """Load the last checkpoint or --model, or make new values; returns what was loaded of the checkpoint."""
-    loaded = None
+) -> int:
+    """Load the last checkpoint or --model, or make new values; returns how many steps are done."""
+    done = 0
     if place.all_agree(args.checkpoint is not None and (args.checkpoint / RECORD).exists()):
         loaded = fcdp_compile.load(
             args.checkpoint, model=model, optimizer=optimizer, scheduler=scheduler
         )
+        done = int(loaded.step)
         if place.rank == 0:
-            print(f"going on after step {loaded.step} of {args.checkpoint}")
+            print(f"going on after step {done} of {args.checkpoint}")
     elif args.model is not None:
         fcdp_compile.load_pretrained(model, args.model, progress=place.rank == 0)
     # Fill values that no file has: all of them from scratch, else tables such as those of positions.
     fcdp_compile.materialize(model)
-    return loaded
+    return done
 
 
 def train(job: TrainingRun, args: argparse.Namespace) -> Phase | None:

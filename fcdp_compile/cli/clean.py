@@ -6,7 +6,13 @@ import argparse
 import os
 
 from fcdp_compile.cli.command import Answer
-from fcdp_compile.cluster.node_memory import LeftMemory, memories, memory_root, remove_memory
+from fcdp_compile.cluster.node_memory import (
+    LeftMemory,
+    job_name,
+    memories,
+    memory_root,
+    remove_memory,
+)
 from fcdp_compile.errors import ArgumentError, did_you_mean
 from fcdp_compile.tools.view.table import table
 
@@ -33,11 +39,12 @@ def run(options: argparse.Namespace) -> Answer:
     found = {memory.job: memory for memory in memories(memory_root(os.environ))}
     if options.all and options.jobs:
         raise ArgumentError("give names of jobs or --all, not both")
-    for job in options.jobs:
-        if job not in found:
+    jobs = [job if job in found else job_name(job) for job in options.jobs]
+    for job, name in zip(options.jobs, jobs, strict=True):
+        if name not in found:
             hint = did_you_mean(job, found)
             raise ArgumentError(f"job {job!r} has no memory on this machine{hint}")
-    chosen = list(found) if options.all else list(dict.fromkeys(options.jobs))
+    chosen = list(found) if options.all else list(dict.fromkeys(jobs))
     if not chosen:
         return Answer(_listed(list(found.values())))
     used = [job for job in chosen if not remove_memory(found[job])]

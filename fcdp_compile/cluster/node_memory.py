@@ -22,12 +22,15 @@ from pathlib import Path
 
 from fcdp_compile.errors import ArgumentError
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _LOCK = "lock"
+_OWNER = "owner"
+_WAIT_S = 20.0
+"""How long the processes of an earlier start may take to end."""
 
 
 def job_name(given: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """The job's name in names of folders: the given id, or torchrun's, or SLURM's.
+    """The job's name in names of folders: of the given id, of torchrun's, or of SLURM's.
 
     Raises: ArgumentError if there is none, or if torchrun's is its default, which all jobs share.
     """
@@ -41,9 +44,10 @@ def job_name(given: str | None, environment: Mapping[str, str] = os.environ) -> 
             "the job has no id by which its memory could be found after a restart; give torchrun "
             "--rdzv-id=…, another one for each job, or give survive job=…"
         )
-    if _NAME.fullmatch(found) and not found.startswith("."):
+    if _NAME.fullmatch(found):
         return found
-    return hashlib.sha256(found.encode()).hexdigest()[:16]
+    readable = re.sub(r"[^A-Za-z0-9_-]", "_", found)[:40]
+    return f"{readable}-{hashlib.sha256(found.encode()).hexdigest()[:8]}"
 
 
 def memory_root(environment: Mapping[str, str] = os.environ) -> Path:
@@ -72,38 +76,84 @@ def _job_folder(root: Path, job: str) -> Path:
 
 
 class NodeMemory:
-    """The folder of one node of a job, held by this process until `release`."""
+    """The folder of one node of a job, held by this process until `release` or until the object dies."""
 
     def __init__(self, root: Path, job: str, node: int) -> None:
         self.job = job
         self.folder = _job_folder(root, job) / f"node-{node}"
-        self._lock: weakref.finalize[[int], NodeMemory] | None = None
+        self._locks: list[_Lock] = []
 
-    def hold(self) -> None:
-        """Make the folder if it is not there, and hold its lock together with other processes of the job.
+    def hold(self, *, owns: bool) -> None:
+        """Make the folder if it is not there, and hold it together with other processes of the node.
 
-        Raises: OSError.
+        owns: whether this is the process of the node that no other start of the job may have.  It waits for
+        processes of an earlier start to end.
+
+        Raises: ArgumentError if the folder is another user's, or if another start of the job lives; OSError.
         """
+        self._locks.append(self._locked(_LOCK, fcntl.LOCK_SH))
+        until_s = time.monotonic() + _WAIT_S
+        while owns and len(self._locks) < 2:
+            try:
+                self._locks.append(self._locked(_OWNER, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    self.release()
+                    raise ArgumentError(
+                        f"another process uses {self.folder}, the memory of job {self.job!r}: another start "
+                        "of the job, or another model of it; give each of them a job=… of its own"
+                    ) from None
+                time.sleep(0.1)
+
+    def _locked(self, name: str, how: int) -> _Lock:
         while True:
-            for folder in (self.folder.parent, self.folder):
-                folder.mkdir(mode=0o700, exist_ok=True)
-            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            if _is_there(self.folder / _LOCK, lock):
-                self._lock = weakref.finalize(self, os.close, lock)
-                return
-            os.close(lock)  # another process has removed the folder meanwhile
+            try:
+                for folder in (self.folder.parent, self.folder):
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                        raise ArgumentError(f"{folder} is not this user's; give the job another id")
+                lock = _Lock(self.folder / name, how)
+            except (FileExistsError, FileNotFoundError):
+                continue  # another process removes the folder
+            if lock.is_there:
+                return lock
 
     def release(self) -> None:
-        """Give the lock back."""
-        if self._lock is not None:
-            self._lock()
-            self._lock = None
+        """Give the folder back."""
+        while self._locks:
+            self._locks.pop().release()
 
     def remove(self) -> None:
         """Remove the job's memory on this machine, but for what other processes hold."""
         self.release()
         _remove_free(self.folder.parent)
+
+
+class _Lock:
+    """A lock on a file; forked processes inherit it, but `release` ends it for them, too."""
+
+    def __init__(self, path: Path, how: int) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._file, how)
+        except BaseException:
+            os.close(self._file)
+            raise
+        self.release = weakref.finalize(self, _unlock, self._file)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file has not been removed since."""
+        try:
+            return os.path.samestat(self._path.stat(), os.fstat(self._file))
+        except FileNotFoundError:
+            return False
+
+
+def _unlock(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,18 +177,24 @@ def memories(root: Path) -> list[LeftMemory]:
     for folder in sorted(root.glob(f"{prefix}*")):
         if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.getuid():
             continue
-        stats = [path.stat() for path in folder.rglob("*") if path.is_file()]
-        written_s = max((s.st_mtime for s in stats), default=folder.stat().st_mtime)
+        stats = list(_stats(folder))
         found.append(
             LeftMemory(
                 job=folder.name.removeprefix(prefix),
                 folder=folder,
                 size_bytes=sum(s.st_size for s in stats),
-                age_s=max(0.0, time.time() - written_s),
-                is_used=not all(map(_is_free, _locks(folder))),
+                age_s=max(0.0, time.time() - max((s.st_mtime for s in stats), default=0.0)),
+                is_used=any(_free(node) is None for node in folder.glob("node-*")),
             )
         )
     return found
+
+
+def _stats(folder: Path) -> Iterator[os.stat_result]:
+    """Of the files in a folder, some of which may go meanwhile."""
+    for path in (folder, *folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            yield path.stat()
 
 
 def remove_memory(memory: LeftMemory) -> bool:
@@ -149,34 +205,17 @@ def remove_memory(memory: LeftMemory) -> bool:
 
 def _remove_free(folder: Path) -> None:
     """Remove the folders of nodes that no process holds; several processes may do so at a time."""
-    for path in list(_locks(folder)):
-        if _is_free(path):
-            shutil.rmtree(path.parent, ignore_errors=True)
+    for node in list(folder.glob("node-*")):
+        if (lock := _free(node)) is not None:
+            shutil.rmtree(node, ignore_errors=True)
+            lock.release()  # who has waited for it sees that the folder is gone
     with contextlib.suppress(OSError):  # it is not empty, or gone
         folder.rmdir()
 
 
-def _locks(folder: Path) -> Iterator[Path]:
-    return folder.glob(f"node-*/{_LOCK}")
-
-
-def _is_free(path: Path) -> bool:
-    """Whether no process holds a lock, or the lock is gone."""
+def _free(node: Path) -> _Lock | None:
+    """Lock the folder of a node that no process holds; None if one does, or if it is gone."""
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(lock)
-    return True
-
-
-def _is_there(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+        return _Lock(node / _LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return None

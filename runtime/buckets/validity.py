@@ -135,7 +135,12 @@ class Validity:
         Buckets that every rank has whole are skipped, as they are never gathered again.  Autograd catches all
         writes to their parameters but the optimizer's, and an optimizer's step changes generations.
         """
-        keys = dict.fromkeys(k for b in buckets if b.bucket.ranks > 1 for k in b.keys)
+        self.notice_parameters(
+            dict.fromkeys(k for b in buckets if b.bucket.ranks > 1 for k in b.keys)
+        )
+
+    def notice_parameters(self, keys: Iterable[str]) -> None:
+        """Give a new generation to those of these parameters that may have changed since the last call."""
         if found := self._seals.changed({key: self._records[key].parameter() for key in keys}):
             self.values_changed(found)
             for key in found:

@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import torch
 
 import fcdp_compile
 from checkpointing.small import Small
-from fcdp_compile.errors import ArgumentError
+from fcdp_compile.cluster import node_memory
+from fcdp_compile.errors import ArgumentError, CheckpointError, FcdpError
 from fcdp_compile.models.survival.states import NeighboursMemory
 
 
@@ -130,21 +132,89 @@ def test_with_ends_a_job_unless_it_has_failed(memory: Path) -> None:
 
 
 def test_first_values_may_come_from_a_checkpoint(tmp_path: Path) -> None:
-    job = _job()
+    job, other = _job(), _job(2)
     job.train(3)
-    fcdp_compile.save(
-        tmp_path / "saved", job.model, optimizer=job.optimizer, step=3, extra={"next": 4}
-    )
-    other = _job(2)
-    keeper = fcdp_compile.survive(
-        other.model,
-        other.optimizer,
-        base=lambda: fcdp_compile.load(tmp_path / "saved", other.model, optimizer=other.optimizer),
-        job="job",
-    )
-    assert (keeper.step, keeper.extra) == (3, {"next": 4})
+    fcdp_compile.save(tmp_path / "saved", job.model, optimizer=job.optimizer, step=3)
+
+    def base() -> int | None:
+        return fcdp_compile.load(tmp_path / "saved", other.model, optimizer=other.optimizer).step
+
+    keeper = fcdp_compile.survive(other.model, other.optimizer, base=base, job="job")
+    assert keeper.step == 3
     assert other.state()["tensors"] == job.state()["tensors"]
     keeper.close()
+
+
+def test_frozen_parameters_that_change_are_kept_again() -> None:
+    job = _job()
+    keeper = _keeper(job, "job")
+    weight = job.model.first.weight
+    for act in (
+        lambda: weight.requires_grad_(False),
+        lambda: weight.detach().mul_(2),
+        lambda: None,
+        lambda: weight.requires_grad_(True),
+    ):
+        act()
+        _commit(job, keeper)
+    weight.requires_grad_(False)
+    weight.detach().add_(1)
+    _commit(job, keeper)
+    expected = job.state()["tensors"]
+    keeper.release()
+    again = _job(2)
+    again.model.first.weight.requires_grad_(False)
+    keeper = _keeper(again, "job")
+    assert keeper.step == 5
+    assert again.state()["tensors"] == expected
+    keeper.close()
+
+
+def test_memory_of_another_model_is_refused(memory: Path) -> None:
+    job = _job()
+    keeper = _keeper(job, "job")
+    _commit(job, keeper)
+    keeper.release()
+    other = Small(2, width=7)
+    with pytest.raises(CheckpointError, match=r"(?s)does not fit this job: .*fcdp clean job"):
+        _keeper(other, "job")
+    other.optimizer = torch.optim.SGD(other.model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        _keeper(other, "job")
+    assert _keeper(_job(), "job").step == 1
+
+
+def test_a_second_keeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_memory, "_WAIT_S", 0.2)
+    keeper = _keeper(_job(), "job")
+    with pytest.raises(ArgumentError, match="another process uses"):
+        _keeper(_job(2), "job")
+    keeper.close()
+    with pytest.raises(FcdpError, match="the keeper is closed"):
+        keeper.commit()
+
+
+def test_a_failed_copy_is_told_once(monkeypatch: pytest.MonkeyPatch, memory: Path) -> None:
+    job = _job()
+    keeper = _keeper(job, "job")
+    _commit(job, keeper)
+
+    class Full(NeighboursMemory):
+        def write_data(self, *args: Any) -> Any:
+            raise OSError(28, "No space left on device")
+
+    whole, keeper._disk = keeper._disk, Full(keeper._memory.folder)
+    job.train(1)
+    keeper.commit()
+    keeper._disk = whole
+    job.train(1)
+    with pytest.raises(CheckpointError, match="No space left"):
+        keeper.commit()
+    assert keeper.step == 2
+    _commit(job, keeper)
+    assert keeper.step == 3
+    keeper.close()
+    assert not any(memory.iterdir())
 
 
 def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

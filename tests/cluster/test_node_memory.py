@@ -40,7 +40,7 @@ def test_the_job_is_named_by_who_started_it() -> None:
 @pytest.mark.parametrize("name", ["../up", "a/b", "..", "ä", "a" * 65])
 def test_any_name_is_one_folder(name: str, root: Path) -> None:
     memory = NodeMemory(root, job_name(name, {}), 0)
-    memory.hold()
+    memory.hold(owns=False)
     assert memory.folder.parent.parent == root
     memory.remove()
     assert not any(root.iterdir())
@@ -62,7 +62,7 @@ def test_processes_see_the_same_memory(tmp_path: Path) -> None:
 def test_memory_that_is_held_stays(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     held, left = NodeMemory(root, "held", 0), NodeMemory(root, "left", 0)
     for memory in (held, left):
-        memory.hold()
+        memory.hold(owns=False)
         (memory.folder / "data").write_bytes(b"x" * 2**20)
     left.release()
     assert [(m.job, m.is_used) for m in memories(root)] == [("held", True), ("left", False)]
@@ -86,7 +86,7 @@ def test_a_process_that_is_killed_holds_nothing(root: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; "
         "from fcdp_compile.cluster.node_memory import NodeMemory; "
-        f"memory = NodeMemory(Path({str(root)!r}), 'job', 0); memory.hold(); "
+        f"memory = NodeMemory(Path({str(root)!r}), 'job', 0); memory.hold(owns=True); "
         "print('held', flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ)
@@ -100,8 +100,8 @@ def test_a_process_that_is_killed_holds_nothing(root: Path) -> None:
 
 def test_several_processes_hold_a_folder_and_the_last_one_removes_it(root: Path) -> None:
     first, second = NodeMemory(root, "job", 0), NodeMemory(root, "job", 0)
-    first.hold()
-    second.hold()
+    first.hold(owns=False)
+    second.hold(owns=False)
     first.remove()
     assert second.folder.is_dir()
     second.remove()

@@ -105,6 +105,32 @@ def _same(a: dict[str, Array], b: dict[str, Array]) -> bool:
     return a.keys() == b.keys() and all(map(np.array_equal, a.values(), b.values()))
 
 
+def _replicated(mesh: DeviceMesh, strategy: str, case: str) -> tuple[int, dict[str, Array]]:
+    """One life of a job: the step that it begins with, and the values after the first step."""
+    mine = Sharded(mesh, Trial(case=case, strategy=strategy))
+    keeper = fcdp_compile.survive(mine.model, mine.optimizer, job=f"{strategy}-{case}")
+    step, first = keeper.step, _values(mine)
+    mine.loss(mine.batches(step)[mine.rank]).backward()
+    mine.step()
+    keeper.commit()
+    keeper._pending.wait()
+    last = _values(mine)
+    return (step, first) if step else (step, last)
+
+
+def _in_turn(mesh: DeviceMesh) -> list[tuple[int, dict[str, Array]]]:
+    pairs = [("ddp", "odd"), ("mics", "odd"), ("fcdp", "odd"), ("ddp", "odd-lora")]
+    return [_replicated(mesh, *pair) for pair in pairs]
+
+
+def test_rows_that_few_nodes_have_written(memory: Path) -> None:
+    """Three nodes: a node's memory lacks what the node after it has written for all."""
+    before, after = (run(_in_turn, nodes=3, ranks_per_node=1)[0] for _ in range(2))
+    for (_, expected), (step, found) in zip(before, after, strict=True):
+        assert step == 1
+        assert _same(found, expected)
+
+
 def test_the_same_nodes_go_on(memory: Path) -> None:
     shape = {"nodes": 2, "ranks_per_node": 2}
     undisturbed = run(_train, STEPS, **shape)
@@ -138,8 +164,8 @@ def _replace(memory: Path, node: int) -> None:
 
 def _newest(memory: Path) -> str:
     """The folder of the newest step."""
-    found = (_job(memory) / "node-0").glob("state-*/checkpoint.json")
-    return max(found, key=lambda path: path.stat().st_mtime).parent.name
+    found = (_job(memory) / "node-0").glob("steps/*")
+    return f"steps/{max(path.name for path in found)}"
 
 
 def _flip(path: Path) -> None:
@@ -148,9 +174,9 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def _damage(memory: Path, folder: str, file: str = "*.safetensors") -> None:
-    """A bit of a folder flips, on every node."""
-    for path in _job(memory).glob(f"node-*/{folder}/**/{file}"):
+def _damage(memory: Path, folder: str, file: str = "*.safetensors", node: str = "*") -> None:
+    """A bit of each file of a folder flips, on every node or on one."""
+    for path in _job(memory).glob(f"node-{node}/{folder}/**/{file}"):
         _flip(path)
 
 
@@ -171,6 +197,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], int, int]] = {
     "a step is damaged": (lambda memory: _damage(memory, _newest(memory)), 2, 2),
     "a record is damaged": (lambda memory: _damage(memory, _newest(memory), "*.json"), 2, 2),
     "frozen values are damaged": (lambda memory: _damage(memory, "frozen"), 2, 0),
+    "one node is damaged": (lambda memory: _damage(memory, "*", node="1"), 2, 3),
     "everything is gone": (lambda memory: (_replace(memory, 0), _replace(memory, 1)), 2, 0),
 }
 """What happens to the memory of two nodes, how many nodes go on, and from which step."""

@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ from fcdp_compile.models.checkpointing.contents import (
     plain_tensors,
     set_rng_state,
 )
-from fcdp_compile.models.checkpointing.format.disk import DataFiles
+from fcdp_compile.models.checkpointing.format.disk import DataFiles, FileBlock
 from fcdp_compile.models.checkpointing.format.record import TORCH_DTYPES, Slab, slabs
 from fcdp_compile.models.checkpointing.format.tree import TensorReference, decode
 from fcdp_compile.models.checkpointing.optimizers import put_back
@@ -133,6 +133,18 @@ def load_from(
     return Loaded(step=one.values.get("step"), extra=one.values.get("extra"))
 
 
+def needed_files(folder: Path, model: nn.Module, job: JobObjects, mark: Marking) -> set[int]:
+    """The ranks whose files `load_from` reads here, besides rank 0's and this rank's own.
+
+    Raises: CheckpointError as `load_from`; with the record, and these two files.
+    """
+    return _Load(folder, model_of(model), state_of(model), job, mark).needed()
+
+
+class HalfLoadedError(CheckpointError):
+    """A checkpoint was written into the job only in part."""
+
+
 class SlabRead(NamedTuple):
     """A slab of a tensor in a rank's file."""
 
@@ -157,8 +169,7 @@ class _Load(Comparison):
 
     values: the decoded values, by name.  differing: the names of values that differed between ranks and that
     this rank takes from rank 0.  targets: the cut tensors.  restores: the objects of `extra` that take a
-    state, each with its state.  reads: rows of the targets, in the order of the files.  blocks: the blocks
-    that contain these rows; they are verified first.
+    state, each with its state.
 
     Raises: CheckpointError, naming the folder or the file and what is wrong, if checkpoint and job differ.
     """
@@ -181,9 +192,27 @@ class _Load(Comparison):
         }
         self.targets = self.wanted(self.values, self.differing)
         self.restores = list(restores(job.extra, self.values["extra"], "extra"))
-        self.reads = [read for target in self.targets for read in self._reads_of(target)]
-        self.reads.sort(key=lambda read: read.run)
-        self.blocks = files.blocks(read.run for read in self.reads)
+
+    @cached_property
+    def reads(self) -> list[SlabRead]:
+        """Rows of the targets, in the order of the files."""
+        found = [read for target in self.targets for read in self._reads_of(target)]
+        return sorted(found, key=lambda read: read.run)
+
+    @cached_property
+    def blocks(self) -> list[FileBlock]:
+        """The blocks that contain the rows; they are verified first."""
+        return self.files.blocks(read.run for read in self.reads)
+
+    def needed(self) -> set[int]:
+        """The ranks whose files have rows of the targets."""
+        return {
+            file
+            for target in self.targets
+            for tensor in target.tensors
+            for file, shape, held in tensor.held
+            if slabs(shape, held, target.boxes, target.dtype.itemsize)
+        }
 
     def _reads_of(self, target: WantedRows) -> Iterator[SlabRead]:
         for file, shape, held in (part for tensor in target.tensors for part in tensor.held):
@@ -210,7 +239,7 @@ class _Load(Comparison):
             verify = partial(self.files.verify, self.blocks, update)
             together(everyone, verify, CheckpointError, doing)
             try:
-                together(everyone, lambda: self._write(keys, update), CheckpointError, doing)
+                together(everyone, lambda: self._write(keys, update), HalfLoadedError, doing)
             except BaseException:
                 # Some ranks may have written; caches must go stale on all of them alike.
                 validity.values_changed()

@@ -41,7 +41,8 @@ def send_files(
 
     memory: of this rank's node.
 
-    Raises: CheckpointError on every rank if a file cannot be read or written; LostRankError.
+    Raises: CheckpointError on every rank if a file cannot be read or written, which leaves files on some
+    nodes; LostRankError.
     """
     if group is None or not files:
         return
@@ -91,7 +92,7 @@ class _Run:
         while rest:
             file = self._file()
             if not (count := file.readinto(rest[: self._left])):
-                raise CheckpointError(f"{file.name!r} has become shorter")
+                raise CheckpointError(f"{file.name} has become shorter")
             self._left -= count
             rest = rest[count:]
 
@@ -111,7 +112,9 @@ class _Run:
         if self._open is None or not self._left:
             self.close()
             path, self._left = self._files.popleft()
-            self._open = FileIO(path, self._mode)
+            if self._mode == "wb":
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._open = FileIO(str(path), self._mode)
         return self._open
 
     def close(self) -> None:

@@ -10,7 +10,8 @@ Each rank writes the files of the ranks at its place of all nodes: their home sh
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,10 +57,12 @@ def frozen_records(state: ShardedModel) -> list[ParamRecord]:
     return [r for r in state.records.values() if not r.parameter().requires_grad]
 
 
-def keep_frozen(root: nn.Module, state: ShardedModel, folder: Path, disk: Disk) -> str:
-    """Write the frozen parameters to a folder of each node; all ranks call it.
+def keep_frozen(root: nn.Module, state: ShardedModel, memory: Path, disk: Disk) -> tuple[Path, str]:
+    """Write the frozen parameters to a new folder of each node; all ranks call it.
 
-    Returns: the checksum of the record.
+    memory: this node's folder of such folders.
+
+    Returns: the folder, and the checksum of its record.
 
     Raises: CheckpointError on every rank if a file cannot be written, or if nodes have other values.
     """
@@ -73,24 +76,27 @@ def keep_frozen(root: nn.Module, state: ShardedModel, folder: Path, disk: Disk) 
         buffers = encode({}, _BUFFERS, copy=False)
     if _number(state, 0) == 0:
         parts[0] |= buffers.tensors
-    data = folder / folder_of(told[0][1])
-
-    def begin() -> None:
-        disk.make_folders(folder, told[0][1])
-        disk.sweep(folder, new=data.name)
+    new = told[0][1]
+    folder = memory / new
 
     def write() -> dict[int, DataFile]:
         numbers = [_number(state, node) for node in range(topology.nodes)]
-        return {
-            number: disk.write_data(data, number, part, lambda count: None)
-            for number, part in zip(numbers, parts, strict=True)
-        }
+        with _room_for_frozen(folder):
+            return {
+                number: disk.write_data(folder / folder_of(new), number, part, lambda count: None)
+                for number, part in zip(numbers, parts, strict=True)
+            }
 
-    together(everyone, lambda: begin() if leads else None, CheckpointError, doing)
+    def begin() -> None:
+        with _room_for_frozen(folder):
+            if leads:
+                disk.make_folders(folder, new)
+
+    together(everyone, begin, CheckpointError, doing)
     files = _agreed(together(everyone, write, CheckpointError, doing))
     record = CheckpointRecord(
         checksum="",
-        id=told[0][1],
+        id=new,
         nodes=topology.nodes,
         ranks_per_node=topology.ranks_per_node,
         block_bytes=BLOCK_BYTES,
@@ -101,9 +107,25 @@ def keep_frozen(root: nn.Module, state: ShardedModel, folder: Path, disk: Disk) 
         tp=topology.sharers,
     )
     sealed = seal(record)
-    put = partial(disk.put_record, folder, sealed)
-    together(everyone, lambda: put() if leads else None, CheckpointError, doing)
-    return sealed.checksum
+
+    def put() -> None:
+        with _room_for_frozen(folder):
+            if leads:
+                disk.put_record(folder, sealed)
+
+    together(everyone, put, CheckpointError, doing)
+    return folder, sealed.checksum
+
+
+@contextmanager
+def _room_for_frozen(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write to {folder}: {error.strerror}; a node's memory needs room for all frozen "
+            "parameters, so let FCDP_NODE_MEMORY name a larger tmpfs"
+        ) from error
 
 
 def _parts(state: ShardedModel) -> tuple[list[CutTensor], list[dict[str, Tensor]]]:

@@ -1,14 +1,17 @@
-"""What a job trains, in the memory of each node: its own ranks' files, and those of the node before it.
+"""What the memory of each node holds, and what all nodes have between them.
+
+    steps/<step>-<start>/   the state of the node's own ranks, and of those of the node before it
+    frozen/<id>/            all frozen parameters (`frozen`)
 
     save     each rank's file in its node's memory ─▶ the next node's memory ─▶ a record on every node
     restart  records of all nodes ─▶ the newest step whose files all exist ─▶ files to nodes that need them
 
-A save has one of two folders, in turn, so that the last complete save stays while the next is written.
+Each is a checkpoint (`models.checkpointing.format`) of its own, which stays while the next is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +19,10 @@ import torch.distributed as dist
 
 from fcdp_compile.core.params.mesh import Topology, everyone_ranks
 from fcdp_compile.errors import CheckpointError
-from fcdp_compile.models.checkpointing.format.disk import Disk
+from fcdp_compile.models.checkpointing.format.disk import DataFiles, Disk
 from fcdp_compile.models.checkpointing.format.record import (
     RECORD,
+    CheckpointRecord,
     DataFile,
     file_name,
     folder_of,
@@ -26,8 +30,9 @@ from fcdp_compile.models.checkpointing.format.record import (
 )
 from fcdp_compile.models.survival.exchange import Sent, send_files
 
-FROZEN = "frozen"
-STATES = ("state-0", "state-1")
+FROZEN, STEPS = "frozen", "steps"
+OF_FROZEN = "frozen"
+"""In what a step keeps as `extra`: the checksum of the frozen parameters that belong to the step."""
 
 
 class NeighboursMemory(Disk):
@@ -40,12 +45,6 @@ class NeighboursMemory(Disk):
         """One rank of each node leads."""
         return topology.number % (topology.ranks_per_node * topology.sharers) == 0
 
-    def make_folders(self, folder: Path, id: str) -> None:
-        """Make the folder of new data; what the folder had is older than what the other folder has."""
-        if (folder / RECORD).exists():
-            (folder / RECORD).unlink()
-        super().make_folders(folder, id)
-
     def spread(
         self,
         folder: Path,
@@ -57,7 +56,7 @@ class NeighboursMemory(Disk):
         if topology.nodes == 1:
             return
         ranks, step = everyone_ranks(topology), topology.ranks_per_node * topology.sharers
-        by_number = [ranks[at] for at in sorted(ranks, key=lambda at: _number(topology, *at))]
+        by_number = [rank for _, rank in sorted(ranks.items())]
         sent = [
             Sent(
                 path=folder.relative_to(self._memory) / file_name(number),
@@ -70,81 +69,95 @@ class NeighboursMemory(Disk):
         send_files(sent, self._memory, group, "sending a step's state to the next node's memory")
 
 
-def _number(topology: Topology, node: int, place: int, index: int) -> int:
-    return (node * topology.ranks_per_node + place) * topology.sharers + index
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
     """A checkpoint of which a node has the record.
 
-    files: the ranks whose files are there, by the files' sizes.  sizes: of the files of all ranks.
+    folder: within the memory.  frozen: for a step, the checksum of its frozen parameters.
+    sizes: of the files of all ranks.  files: the ranks whose files are there.
     """
 
-    folder: str
+    folder: Path
     checksum: str
     id: str
     step: int
+    frozen: str | None
     layout: tuple[int, int, int]
     sizes: tuple[int, ...]
     record_bytes: int
     files: frozenset[int]
 
 
-def kept_in(memory: Path) -> list[Kept]:
-    """What a node has; a folder whose record is damaged counts as empty."""
-    found = []
-    for name in (FROZEN, *STATES):
-        folder = memory / name
+def kept_in(memory: Path, *, verifies: bool = False) -> list[Kept]:
+    """What a node has, without what has a damaged record.
+
+    verifies: whether to read all files, and to leave out those that are damaged.
+    """
+    return [
+        kept
+        for kind in (FROZEN, STEPS)
+        for folder in sorted(memory.glob(f"{kind}/*"))
+        if (kept := _kept(memory, folder, verifies=verifies)) is not None
+    ]
+
+
+def _kept(memory: Path, folder: Path, *, verifies: bool) -> Kept | None:
+    try:
+        record = read_record(folder)
+        record_bytes = (folder / RECORD).stat().st_size
+    except (CheckpointError, OSError):
+        return None
+    values = {value.name: value.tree for value in reversed(record.values)}
+    extra, step = values.get("extra"), values.get("step")
+    frozen = extra.get(OF_FROZEN) if isinstance(extra, dict) else None
+    files = DataFiles(folder, record)
+    return Kept(
+        folder=folder.relative_to(memory),
+        checksum=record.checksum,
+        id=record.id,
+        step=step if isinstance(step, int) else 0,
+        frozen=frozen if isinstance(frozen, str) else None,
+        layout=record.layout,
+        sizes=tuple(file.size_bytes for file in record.files),
+        record_bytes=record_bytes,
+        files=frozenset(_intact(files, record, verifies=verifies)),
+    )
+
+
+def _intact(files: DataFiles, record: CheckpointRecord, *, verifies: bool) -> Iterator[int]:
+    """The ranks whose files are there, with the right size, and if `verifies` the right bytes."""
+    for number, file in enumerate(record.files):
+        path, size = files.path(number), file.size_bytes
         try:
-            record = read_record(folder)
-            record_bytes = (folder / RECORD).stat().st_size
-        except (CheckpointError, OSError):
+            if path.stat().st_size != size:
+                continue
+            if verifies:
+                files.verify(files.blocks([(number, 0, size)]), lambda count: None)
+        except (OSError, CheckpointError):
             continue
-        sizes = tuple(file.size_bytes for file in record.files)
-        steps = [value.tree for value in record.values if value.name == "step"]
-        data = folder / record.folder
-        found.append(
-            Kept(
-                folder=name,
-                checksum=record.checksum,
-                id=record.id,
-                step=steps[0] if steps and isinstance(steps[0], int) else 0,
-                layout=record.layout,
-                sizes=sizes,
-                record_bytes=record_bytes,
-                files=frozenset(n for n, size in enumerate(sizes) if _size(data, n) == size),
-            )
-        )
-    return found
-
-
-def _size(data: Path, number: int) -> int | None:
-    path = data / file_name(number)
-    return path.stat().st_size if path.is_file() else None
+        yield number
 
 
 class Found:
     """What all nodes have between them.  nodes: what each node has.
 
-    is_any: whether there is anything.  frozen: the frozen parameters, if each of their files is on some node.
-    states: the steps of which each file is on some node, the newest first.
+    is_any: whether there is anything.
+    steps: those of which each file is on some node, with their frozen parameters, the newest first.
     """
 
     def __init__(self, nodes: Sequence[Iterable[Kept]]) -> None:
         self._nodes = [{kept.checksum: kept for kept in of_one} for of_one in nodes]
-        self._all: dict[str, Kept] = {}
+        everything: dict[str, Kept] = {}
         for of_one in self._nodes:
-            self._all |= of_one
-
-        whole = [
-            k for k in self._all.values() if set(range(len(k.sizes))) <= self._holders(k).keys()
-        ]
-        whole.sort(key=lambda kept: (-kept.step, kept.checksum))
-        frozen = [kept for kept in whole if kept.folder == FROZEN]
-        self.is_any = bool(self._all)
-        self.frozen = frozen[0] if frozen else None
-        self.states = [kept for kept in whole if kept.folder != FROZEN]
+            everything |= of_one
+        self.is_any = bool(everything)
+        whole = {
+            checksum: kept
+            for checksum, kept in everything.items()
+            if self._holders(kept).keys() >= set(range(len(kept.sizes)))
+        }
+        steps = [(k, whole[k.frozen]) for k in whole.values() if k.frozen in whole]
+        self.steps = sorted(steps, key=lambda pair: (-pair[0].step, str(pair[0].folder)))
 
     def _holders(self, kept: Kept) -> dict[int, list[int]]:
         """The nodes that have each file."""
@@ -158,17 +171,16 @@ class Found:
     def missing(
         self, kept: Kept, wanted: Mapping[int, Iterable[int]], ranks: Mapping[int, Sequence[int]]
     ) -> list[Sent]:
-        """The files that nodes want and do not have, each from a node that has it; records come last.
+        """What nodes want and do not have, each from a node that has it; and records.
 
-        wanted: the files that each node wants, by rank.  ranks: the ranks of each node, in a CPU group.
+        wanted: the ranks whose files each node wants.  ranks: the ranks of each node, in a CPU group.
         """
         holders, sent = self._holders(kept), []
         with_record = [n for n, of_one in enumerate(self._nodes) if kept.checksum in of_one]
-        data = Path(kept.folder) / folder_of(kept.id)
+        data = kept.folder / folder_of(kept.id)
         for node, numbers in wanted.items():
             for number in sorted(set(numbers)):
-                nodes = holders[number]
-                if node not in nodes:
+                if node not in (nodes := holders[number]):
                     mine, theirs = ranks[node], ranks[nodes[node % len(nodes)]]
                     sent.append(
                         Sent(
@@ -181,7 +193,7 @@ class Found:
             if node not in with_record:
                 sent.append(
                     Sent(
-                        path=Path(kept.folder) / RECORD,
+                        path=kept.folder / RECORD,
                         size_bytes=kept.record_bytes,
                         source=ranks[with_record[node % len(with_record)]][0],
                         target=ranks[node][0],
