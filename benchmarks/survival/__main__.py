@@ -72,7 +72,8 @@ def main() -> int:
         faults = DisturbedJob(args, nodes, Path(folder), Path(memory)).run()
     for fault in faults:
         print(json.dumps(fault.__dict__))
-    print(tabulate(_table(faults), headers=("fault", "trials", "lost steps", "seconds", *_NAMES)))
+    headers = ("fault", "trials", "most lost steps", "seconds", *_NAMES, "sent [MB]")
+    print(tabulate(_table(faults), headers=headers, floatfmt=".2f"))
     return 0
 
 
@@ -315,7 +316,10 @@ def _table(faults: Sequence[FaultCost]) -> Iterator[Sequence[object]]:
             statistics.median(values) for values in zip(*(f.parts for f in of_kind), strict=True)
         ]
         most = max(fault.lost for fault in of_kind)
-        yield kind, len(of_kind), most, statistics.median(f.seconds for f in of_kind), *parts
+        seconds, sent = (
+            statistics.median(getattr(f, name) for f in of_kind) for name in ("seconds", "sent")
+        )
+        yield kind, len(of_kind), most, seconds, *parts, sent / 1e6
 
 
 if __name__ == "__main__":

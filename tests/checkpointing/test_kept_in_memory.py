@@ -227,3 +227,31 @@ def test_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         _keeper(job, "job", every=0)
     with pytest.raises(ValueError, match="not sharded"):
         fcdp_compile.survive(torch.nn.Linear(2, 2), job="job")
+
+
+def test_a_later_step_of_an_earlier_start_stays(memory: Path) -> None:
+    """A node that starts alone, before others, does not remove its part of what they have together."""
+    job = _job()
+    keeper = _keeper(job, "job")
+    for _ in range(3):
+        _commit(job, keeper)
+    keeper.release()
+    (node,) = memory.glob("*/node-0")
+    newest = next(node.glob("steps/3-*"))
+    data = next(newest.glob("data-*/rank-00000.safetensors"))
+    hidden = memory / "hidden"
+    data.rename(hidden)
+    for path in node.glob("steps/2-*/data-*/*"):
+        path.unlink()
+    alone = _keeper(_job(2), "job")
+    assert alone.step == 0
+    for _ in range(2):
+        _commit(job, alone)
+    alone.release()
+    hidden.rename(data)
+    again = _keeper(_job(3), "job")
+    assert again.step == 3
+    for _ in range(2):
+        _commit(job, again)
+    assert sorted(path.name.partition("-")[0] for path in node.glob("steps/*")) == ["4", "5"]
+    again.close()

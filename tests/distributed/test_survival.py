@@ -63,7 +63,7 @@ def _train(
 
     keeper = fcdp_compile.survive(mine.model, mine.optimizer, base=base, every=every, job="test")
     step, extra, first = keeper.step, keeper.extra, _values(mine)
-    losses, sent = {}, 0
+    losses, sent, frozen = {}, 0, []
     for number in range(step, steps):
         ids = mine.batches(number)[mine.rank]
         ids = ids[:, int(torch.randint(0, 3, ())) :]  # of the generator that goes on
@@ -74,6 +74,8 @@ def _train(
         if number == step:
             sent = state_of(mine.model).counters.sent.get("inter_all_gather", 0)
         keeper.commit(extra={"next": number + 1})
+        frozen.append(keeper._frozen)
+    assert len(set(map(id, frozen))) <= 1, "frozen parameters are kept once"
     if ends:
         keeper.close()
     else:

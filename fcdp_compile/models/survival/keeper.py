@@ -188,6 +188,7 @@ class Keeper:
         self._writing: Path | None = None
         self._of_newest: Path | None = None  # the folder of its frozen parameters
         self._is_open = True
+        self._here: list[Kept] = []  # on this node, before this start
         with _Timed(self.seconds, "look"):
             self._found = self._look()
 
@@ -201,7 +202,9 @@ class Keeper:
 
         everyone = together(topology.everyone, look, CheckpointError, _DOING)
         ranks = everyone_ranks(topology)
-        return Found([everyone[ranks[node, 0, 0]] for node in range(topology.nodes)])
+        nodes = [everyone[ranks[node, 0, 0]] for node in range(topology.nodes)]
+        self._here = nodes[topology.node]
+        return Found(nodes)
 
     def peek(self) -> Any:
         """What `commit` got as `extra` at the newest step; None without a step.  All ranks must call it."""
@@ -292,12 +295,20 @@ class Keeper:
             self._frozen = _KeptFrozen(folder, checksum, _seen(state))
 
     def _sweep(self) -> None:
-        """Remove what is older than the newest step; frozen parameters with it as long as it needs them."""
+        """Remove what is older than the newest step, and frozen parameters that no step here needs.
+
+        What an earlier start has kept of a later step stays: with nodes that are yet to come it may be whole.
+        """
         if not self._disk.leads(self._state.topology):
             return
         assert self._frozen is not None, "they are kept"
+        memory = self._memory.folder
+        later = [kept for kept in self._here if kept.step > self.step]
+        frozen = {kept.frozen for kept in later}
+        later += [kept for kept in self._here if kept.checksum in frozen]
         needed = {self._newest, self._frozen.folder, self._of_newest}
-        for folder in self._memory.folder.glob("*/*"):
+        needed |= {memory / kept.folder for kept in later}
+        for folder in memory.glob("*/*"):
             if folder not in needed and folder.is_dir():
                 shutil.rmtree(folder, ignore_errors=True)
         self._of_newest = self._frozen.folder
