@@ -256,7 +256,7 @@ def test_stages_are_listed_shown_and_compared(
         ((), "fcdp: no command given; choose one of dump"),
         (
             ("dmup", "x"),
-            "choose one of dump, strategies, probe, plan, simulate; did you mean 'dump'?",
+            "choose one of dump, strategies, probe, plan, simulate, clean; did you mean 'dump'?",
         ),
         (("Dump",), "did you mean 'dump'?"),
         (("frobnicate",), "fcdp: unknown command 'frobnicate'; choose one of dump"),
