@@ -18,6 +18,7 @@ import fcdp_compile
 from fcdp_compile.core.sharding.shard import state_of
 from tests.distributed.parity import Sharded, Trial, values, whole
 from tests.distributed.ranks import run
+from tests.marks import quick
 
 Array = np.ndarray[Any, Any]
 
@@ -216,7 +217,10 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
         yield folder, [earlier[0], latest[0]]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+_QUICK = ("the first node is gone", "the last node is another", "one node is damaged")
+
+
+@pytest.mark.parametrize("change", quick(list(CHANGES), *_QUICK))
 def test_what_is_left(change: str, killed: tuple[Path, list[Trained]], memory: Path) -> None:
     folder, (earlier, latest) = killed
     shutil.copytree(folder, memory, dirs_exist_ok=True)
