@@ -14,24 +14,18 @@ import pytest
 import torch
 
 import fcdp_compile
-from checkpointing.small import Small
+from checkpointing.small import Small, Watched
 from fcdp_compile.cluster import node_memory
 from fcdp_compile.errors import ArgumentError, CheckpointError, FcdpError
 from fcdp_compile.models.survival.states import NeighboursMemory
 
 
-class Watched(NeighboursMemory):
-    """Counts the points of a save, and kills the process at the point with a given number."""
+class WatchedMemory(Watched, NeighboursMemory):
+    """Watches a save to the memory of a node."""
 
     def __init__(self, memory: Path, kill_at: int = -1) -> None:
-        super().__init__(memory)
-        self.points: list[str] = []
-        self._kill_at = kill_at
-
-    def reached(self, point: str) -> None:
-        if len(self.points) == self._kill_at:
-            os._exit(9)
-        self.points.append(point)
+        Watched.__init__(self, kill_at)
+        NeighboursMemory.__init__(self, memory)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +60,7 @@ def _points(name: str) -> list[str]:
     keeper = _keeper(job, name)
     for _ in range(2):
         _commit(job, keeper)
-    keeper._disk = disk = Watched(keeper._memory.folder)
+    keeper._disk = disk = WatchedMemory(keeper._memory.folder)
     _commit(job, keeper)
     keeper.close()
     return disk.points
@@ -80,7 +74,7 @@ def _die(name: str, kill_at: int) -> None:
             keeper = _keeper(job, name)
             for _ in range(2):
                 _commit(job, keeper)
-            keeper._disk = Watched(keeper._memory.folder, kill_at)
+            keeper._disk = WatchedMemory(keeper._memory.folder, kill_at)
             _commit(job, keeper)
         finally:
             os._exit(0)

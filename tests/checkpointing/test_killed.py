@@ -9,22 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.small import Small
+from checkpointing.small import Small, Watched
 from fcdp_compile.errors import CheckpointError
 from fcdp_compile.models.checkpointing.format.disk import Disk
-
-
-class Watched(Disk):
-    """Records each point of a save, and kills the process at the point with a given number."""
-
-    def __init__(self, kill_at: int = -1) -> None:
-        self.points: list[str] = []
-        self._kill_at = kill_at
-
-    def reached(self, point: str) -> None:
-        if len(self.points) == self._kill_at:
-            os._exit(9)
-        self.points.append(point)
 
 
 def _die_while_saving(job: Small, folder: Path, kill_at: int) -> None:

@@ -356,25 +356,22 @@ class Keeper:
                 )
             return False
         problem: CheckpointError | None = None
-        for step in self._found.steps:
-            try:
-                return self._load(*step)
-            except HalfLoadedError:
-                raise
-            except CheckpointError as error:
-                problem = error
-        with _Timed(self.seconds, "verify"):
-            self._found = self._look(verifies=True)
-        for step in self._found.steps:
-            try:
-                return self._load(*step)
-            except HalfLoadedError:
-                raise
-            except CheckpointError as error:
-                raise CheckpointError(
-                    f"the memory of job {self._memory.job!r} does not fit this job: {error}; start the job "
-                    f"with another id, or call `fcdp clean {self._memory.job}` on every node"
-                ) from error
+        for verifies in (False, True):
+            if verifies:
+                with _Timed(self.seconds, "verify"):
+                    self._found = self._look(verifies=True)
+            for step in self._found.steps:
+                try:
+                    return self._load(*step)
+                except HalfLoadedError:
+                    raise
+                except CheckpointError as error:
+                    if verifies:  # nothing is damaged
+                        raise CheckpointError(
+                            f"the memory of job {self._memory.job!r} does not fit this job: {error}; start "
+                            f"the job with another id, or call `fcdp clean {self._memory.job}` on every node"
+                        ) from error
+                    problem = error
         self._warn(f"are damaged, and the job starts from its first values: {problem}")
         return False
 
@@ -431,10 +428,10 @@ class Keeper:
             n: {0, *(range(n * per_node, (n + 1) * per_node) if is_same else ())} for n in nodes
         }
         self._fetch(kept, first)
+        # With these, a rank knows which other files have rows that it reads.
         look = partial(needed_files, folder, self._root, self._objects, marking.mark)
         needed = together(topology.everyone, look, CheckpointError, _DOING)
         of_nodes = self._ranks_of_nodes()
-        # Ranks that have the first files may lack others; those have not arrived with them.
         rest = {n: set().union(*(needed[rank] for rank in of_nodes[n])) - first[n] for n in nodes}
         self._fetch(kept, rest)
 
